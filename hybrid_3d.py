@@ -196,7 +196,7 @@ def run_microbatches(model, x, y, valid):
 
 # Words of the other files:
 #     tp.cuts       {parameter: how cut_model has cut it}
-#     tp.summands   {parameter: group of ranks of tp, each with a summand of its gradient}: norms of
+#     tp.sum_over   {parameter: group of ranks of tp, each with a summand of its gradient}: norms of
 #                   q and k, which are whole; k and v of few heads, which ranks share
 #     unit          parameters whose gradients travel together, in chunks of ranks (zero.py)
 #     B, W          backward for a stage's input, and for its weights (pipeline_parallel.py)
@@ -276,8 +276,8 @@ def kind_of(p, owner, tp):
             "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
         return "expert"
     if p in tp.cuts:
-        return "shared" if p in tp.summands else "cut"
-    return "inside" if p in tp.summands else "whole"
+        return "shared" if p in tp.sum_over else "cut"
+    return "inside" if p in tp.sum_over else "whole"
 
 
 # What is known of a parameter:
@@ -366,11 +366,11 @@ class Hybrid(nn.Module):
         for p, row in self.table.items():
             if row.kind == "expert":
                 self.ep.cuts[p] = Cut(0, len(p) * self.ep.size)
-        for p in table.keys() & tp.cuts.keys() & tp.summands.keys():
-            self.group["twins"] = tp.summands[p]  # of all such p it is one group
+        for p in table.keys() & tp.cuts.keys() & tp.sum_over.keys():
+            self.group["twins"] = tp.sum_over[p]  # of all such p it is one group
         for p in table.keys() - self.table.keys():  # so that what is on other stages can be freed
             tp.cuts.pop(p, None)
-            tp.summands.pop(p, None)
+            tp.sum_over.pop(p, None)
         has_w = any(action.kind == "W" for action in plans[0])
         if has_w:
             split_cut_linears(self.stages)

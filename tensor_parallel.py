@@ -95,6 +95,9 @@ class ReduceFromTP(torch.autograd.Function):
         return dx, None
 
 
+# ---- modules
+
+
 def keep_piece(p, dim, group):
     """Cut p into equal pieces along dim, keep this rank's, and mark it: p.cut = dim."""
     if p is not None and not hasattr(p, "cut"):  # a tied one is cut already
@@ -145,12 +148,22 @@ def vocab_embedding(embedding, group):
     embedding.forward = forward
 
 
+def norm_inside(norm, group):
+    """Qwen3's norms of q and k are whole, but see a rank's own heads: each makes a summand."""
+    for p in norm.parameters():
+        if p.requires_grad:
+            p.register_hook(lambda gradient: summed(gradient, group))
+
+
 def cut_by_name(model, plan, group):
     """plan: {pattern for names of modules: one of the functions above}"""
     for name, module in model.named_modules():
         for pattern, cut in plan.items():
             if fnmatch.fnmatch(name, pattern):
                 cut(module, group)
+
+
+# ---- a step
 
 
 def cross_entropy_by_words(logits, targets, group, ignore_index=-100):
@@ -164,13 +177,6 @@ def cross_entropy_by_words(logits, targets, group, ignore_index=-100):
     own_logit = logits.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
     target_logit = ReduceFromTP.apply(own_logit, group)  # partial -> replicated
     return (log_sum - target_logit).masked_fill(targets == ignore_index, 0).sum()
-
-
-def norm_inside(norm, group):
-    """Qwen3's norms of q and k are whole, but see a rank's own heads: each makes a summand."""
-    for p in norm.parameters():
-        if p.requires_grad:
-            p.register_hook(lambda gradient: summed(gradient, group))
 
 
 def norm_of_pieces(model, group):
@@ -238,7 +244,7 @@ class TensorParallel:
         self.size = self.group.size()
         self.rank = self.group.rank()
         self.cuts = {}  # {parameter: Cut}; others are whole
-        self.summands = {}  # {parameter: group of ranks, which each make a summand of its gradient}
+        self.sum_over = {}  # {parameter: group whose ranks each make a summand of its gradient}
 
     def gather(self, x):
         """From outside to inside -> Pending: here every rank has all of x already."""
@@ -261,7 +267,7 @@ class TensorParallel:
 
     def group_of_sum(self, p):
         """-> the group over which p's gradient has to be summed, or None."""
-        return self.summands.get(p)
+        return self.sum_over.get(p)
 
     def holders(self, p):
         """-> how many ranks hold the same piece of p: all, if it is whole. For norms."""
@@ -546,8 +552,9 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
 
 
 def inside(module, tp):
-    """For a plan: a module that stays whole, but is used inside, as a norm of q's heads."""
-    tp.summands.update(dict.fromkeys(module.parameters(), tp.group))
+    """For a plan: a module that stays whole, but is used inside, as a norm of q's heads. Each rank
+    makes a summand of its gradient."""
+    tp.sum_over.update(dict.fromkeys(module.parameters(), tp.group))
     return module
 
 
@@ -690,7 +697,7 @@ def key_values(heads):
         if copies > 1:
             for p in plain.parameters():
                 tp.cut(p, 0, copies)
-                tp.summands[p] = twins[tp]
+                tp.sum_over[p] = twins[tp]
         return ColumnLinear(plain, tp)  # cuts what is not cut yet
 
     return kind

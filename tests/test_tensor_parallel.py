@@ -242,7 +242,7 @@ def check_twins():
     tp = section.TensorParallel()
     section.cut_model(model, tp, {"k": section.key_values(2)})
     first = dist.get_rank() // 2 * 2
-    twins = tp.summands[model["k"].weight]
+    twins = tp.sum_over[model["k"].weight]
     assert dist.get_process_group_ranks(twins) == [first, first + 1]
     model.register_buffer("angles", torch.ones(2, device="meta"), persistent=False)
     with pytest.raises(AssertionError, match="angles.* are in no state_dict"):
@@ -337,8 +337,8 @@ BUGS = [  # and where they show, if not in check_bug's usual case
     ("dist.all_reduce(sums, group=tp.group)", "pass"),
     ("dlogits[:, ctx.words:] = 0", "pass"),
     ("dlogits.scatter_add_(1, column, -here.to(dlogits.dtype))", "pass"),
-    ("return self.summands.get(p)", "return None"),
-    ("tp.summands[p] = twins[tp]", "pass", "TensorParallel", 1),
+    ("return self.sum_over.get(p)", "return None"),
+    ("tp.sum_over[p] = twins[tp]", "pass", "TensorParallel", 1),
     (" if p in self.cuts else self.group", "", "SequenceParallel"),
     ("trained if tp.rank % tp.holders(p) == 0]", "trained]"),
 ]
