@@ -452,12 +452,15 @@ class FSDP(nn.Module):
     # -- a step
 
     def parameter_groups(self, groups=None):
-        """groups: as an optimizer's, of the module's parameters, which still have their p.dim()
-        -> the same with this rank's masters, which are 1-D."""
+        """groups: what an optimizer takes, parameters or dicts, of the module's parameters, which
+        still have their p.dim() -> dicts with this rank's masters, which are 1-D."""
         master_of = {part.parameter: part.master for part in self.parts}
         known = {p for unit in self.units for p in unit.shapes}
+        groups = list(groups or [{"params": list(master_of)}])
+        if torch.is_tensor(groups[0]):
+            groups = [{"params": groups}]
         ours = []
-        for group in groups or [{"params": list(master_of)}]:
+        for group in groups:
             params = group["params"]
             params = [params] if torch.is_tensor(params) else list(params)
             assert all(p in known or not p.requires_grad for p in params), "p is in no unit"

@@ -411,7 +411,7 @@ class Hybrid(nn.Module):
         return vocab_parallel_cross_entropy(logits, y, self.cut_of_head.plain_size, self.tp)
 
     def parameter_groups(self, groups=None):
-        """groups: as an optimizer's, of hybrid.parameters() -> the same with our masters."""
+        """groups: what an optimizer takes, of hybrid.parameters() -> dicts with our masters."""
         return groups_of_masters(self.copies.units, groups)
 
     # -- the whole: {name: tensor} on every rank. All must call it

@@ -332,7 +332,7 @@ class ZeRO1:
     # gathers them in the next forward
 
     def parameter_groups(self, groups=None):
-        """groups: a list of dicts, as for an optimizer -> the same with this rank's masters."""
+        """groups: what an optimizer takes, parameters or dicts -> dicts with our masters."""
         return groups_of_masters(self.units, groups)
 
     def clip_grad_norm_(self, max_norm):
@@ -541,8 +541,11 @@ def groups_of_masters(units, groups=None):
     """See ZeRO1.parameter_groups."""
     master_of = {part.parameter: part.master for unit in units for part in unit.parts}
     known = {p for unit in units for p in unit.shapes}
+    groups = list(groups or [{"params": list(master_of)}])
+    if torch.is_tensor(groups[0]):
+        groups = [{"params": groups}]
     ours = []
-    for group in groups or [{"params": list(master_of)}]:
+    for group in groups:
         params = group["params"]
         params = [params] if torch.is_tensor(params) else list(params)
         assert all(p in known or not p.requires_grad for p in params), "p is in no unit"

@@ -332,8 +332,9 @@ def check_opaque_output():
     x, y = mine(ROWS)
     loss_sum(model(x).logits, y).backward()
     compare(full_gradients(model), gradients_of(plain))
-    for params in inner.lm_head.weight, [inner.lm_head.weight]:
-        [group] = model.parameter_groups([{"params": params}])
+    weight = inner.lm_head.weight
+    for groups in [{"params": weight}], [{"params": [weight]}], iter([weight]):
+        [group] = model.parameter_groups(groups)
         assert len(group["params"]) == len(model.parts)
     whole = model.full_state_dict()
     whole["lm_head.weight"] = whole["lm_head.weight"].t()

@@ -311,9 +311,10 @@ def check_misuse(stage):
     refuses("call zero.zero_grad", llama_loss(model, *ROWS).backward)
     refuses("in no unit", ours.parameter_groups, [{"params": [nn.Parameter(torch.ones(2))]}])
     if stage == "3":
-        # torch's optimizers take a tensor
-        [group] = ours.parameter_groups([{"params": model.lm_head.weight}])
-        assert len(group["params"]) == 1
+        weight = model.lm_head.weight
+        for groups in [{"params": weight}], iter([weight]):  # torch's optimizers take both
+            [group] = ours.parameter_groups(groups)
+            assert len(group["params"]) == 1
     whole = zero.full_state_dict(model, ours)
     whole["lm_head.weight"] = whole["lm_head.weight"].t()
     refuses("lm_head.weight", zero.load_full_state_dict, model, ours, whole)
