@@ -139,7 +139,7 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
     return loss, clip_and_step(model, optimizer, clip, scaler)
 
 
-# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
+# ---- 2. the technique (copy this; it needs torch alone) ----------------------
 
 # What it adds to the idea, and what each addition buys. If nothing else is said: the toy, 1 rank.
 #     sum_gradients     on 2 ranks 68 calls -> 1

@@ -131,7 +131,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
+# ---- 2. the technique (copy this; it needs torch alone) ----------------------
 
 # What it adds to the idea, and what that buys:
 #     1  blocks of keys: no mask and no scores of T/cp x T

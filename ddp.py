@@ -78,7 +78,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
+# ---- 2. the technique (copy this; of part 1 it takes begin_alike) ------------
 
 # What it adds to the idea, and what that buys. Calls are those of part 3's toy.
 #     one tensor for many gradients     68 calls -> 5, each larger

@@ -135,7 +135,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
+# ---- 2. the technique (copy this; of part 1 it takes all_gather, reduce_scatter)
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
 #     blocks have hooks, no wrappers    they keep names, arguments, outputs; may be recomputed

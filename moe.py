@@ -12,8 +12,8 @@ are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left o
     route = partial(softmax_route, top_k=2, normalize=True)
     for block in model.blocks:  # block.mlp: a router and E experts, MLPs with up, down and gate
         mine = block.mlp.experts[ep.rank() * E // 8:(ep.rank() + 1) * E // 8]
-        linears = [[getattr(mlp, name) for mlp in mine] for name in ("up", "down", "gate")]
-        block.mlp = MoE(block.mlp.router, Experts(F.silu, *linears), route, ep, alpha=0.01)
+        linears = {name: [getattr(mlp, name) for mlp in mine] for name in ("up", "down", "gate")}
+        block.mlp = MoE(block.mlp.router, Experts(F.silu, **linears), route, ep, alpha=0.01)
     broadcast_parameters(model, replicas)  # once, then optimizer = AdamW(model.parameters())
     optimizer.zero_grad()
     (token_losses.sum() / valid_targets_of_all_ranks).backward()
@@ -21,7 +21,7 @@ are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left o
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
     step_biases(model)  # of MoEs with gamma > 0; it also takes the loads of this step
-    state = full_state_dict(model, ep)  # model.state_dict() has this rank's experts alone
+    state = full_state_dict(model, ep)  # by MoE's names; model.state_dict() lacks other experts
 
 Each of n ranks has N tokens of its own; ep of them share out E experts, of `experts` parameters in
 all. The rest of the model has `dense`. A parameter has b bytes. Balanced, a rank gets K N rows.
@@ -188,7 +188,8 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
+# ---- 2. the technique (copy this; of part 1 it takes what the next line names)
+# PlainMoE, AllToAll, rows_of_each, exchange_counts, read_counts, IdeaOfMoE, dense_and_experts
 
 # What it adds to the idea, and what that buys, as a ladder. Calls: the toy's, on 2 ranks.
 #     GroupedMoE     rows regrouped by expert: each runs once, the idea's once for each rank's rows;
@@ -244,7 +245,7 @@ class Experts(nn.Module):
     alone, give each rank a seed of its own.
     """
 
-    def __init__(self, activation, up, down, gate=None):
+    def __init__(self, activation, *, up, down, gate=None):
         super().__init__()
         self.activation = activation
         self.up = StackedLinear(up)
@@ -369,9 +370,10 @@ class BalancedMoE(GroupedMoE):
 
     everyone  group of the ranks whose tokens are balanced together, in a pipeline those with the
               same stages; None: the world. All of them must call it, even in evaluation
-    alpha     factor of Switch's balancing loss, such as 0.01. Each rank adds its own part, and the
-              model's loss does not show it, see balancing_losses. With M micro-batches in a step
-              give alpha/M; where all gradients, experts' too, are divided by n, n alpha
+    alpha     factor of Switch's balancing loss, such as 0.01: K router_aux_loss_coef of
+              transformers, which pools layers. Each rank adds its own part, and the model's loss
+              does not show it, see balancing_losses. With M micro-batches in a step give alpha/M;
+              where all gradients, experts' too, are divided by n, n alpha
     beta      likewise of ST-MoE's z-loss, such as 1e-3
     gamma     by how much step_biases moves a bias, such as 1e-3
     """
@@ -500,7 +502,8 @@ class Arrive(torch.autograd.Function):
 
 
 class MoE(BalancedMoE):
-    """shared: a module that every token visits besides, or None. The rest: as BalancedMoE."""
+    """shared: a module that every token visits besides, with its gate if it has one, or None. The
+    rest: as BalancedMoE."""
 
     def __init__(self, *args, shared=None, **options):
         super().__init__(*args, **options)
@@ -572,18 +575,28 @@ def balancing_losses(model):
 
 
 def full_state_dict(model, ep):
-    """-> {name: whole tensor} of a model whose experts are numbered. All ranks must call it."""
+    """-> {name: whole tensor} of a model whose experts are numbered: router, experts.5.up, ..;
+    those of a layer are views of one tensor. All ranks must call it."""
     return gather_experts(model.state_dict(), ep)
 
 
 def load_full_state_dict(model, ep, state):
     """Its inverse. state: {name: whole tensor}, the same on all ranks."""
-    for name, tensor in model.state_dict().items():
+    mine = model.state_dict()
+    for name, tensor in mine.items():
         if is_stack(name):
-            for e, of_expert in enumerate(tensor, ep.rank() * len(tensor)):
-                of_expert.copy_(state[plain_name(name, e)])
+            first = ep.rank() * len(tensor)
+            here = [state[plain_name(name, e)] for e in range(first, first + len(tensor))]
+            mine[name] = torch.stack(here)
         elif name in state or not name.endswith("bias_units"):  # of which a plain model has none
-            tensor.copy_(state[name])
+            mine[name] = state[name]
+    model.load_state_dict(mine)
+
+
+def full_gradients(model, ep):
+    """Likewise, after sum_gradients, of parameters that have one."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gather_experts(gradients, ep)
 
 
 def gather_experts(tensors, ep):
@@ -617,7 +630,7 @@ def is_stack(name):
 def plain_name(name, e):
     """blocks.0.mlp.experts.up.weight, 5 -> blocks.0.mlp.experts.5.up.weight. Others stay as they
     are, also if a MoE itself is called experts."""
-    return re.sub(r"\.experts\.(up|down|gate)\.", rf".experts.{e}.\1.", name)
+    return re.sub(r"(^|\.)experts\.(up|down|gate)\.", rf"\1experts.{e}.\2.", name)
 
 
 # ---- another router
@@ -760,9 +773,9 @@ def parallelize(model, ep, everyone=None, microbatches=1):
         plain = block.mlp
         here = mlps_here(plain, ep)
         names = [name for name in ("up", "down", "gate") if hasattr(here[0], name)]
-        linears = [[getattr(mlp, name) for mlp in here] for name in names]
+        linears = {name: [getattr(mlp, name) for mlp in here] for name in names}
         activation = F.silu if "gate" in names else partial(F.gelu, approximate="tanh")
-        experts = Experts(activation, *linears)
+        experts = Experts(activation, **linears)
         kind = partial(MoEWithCapacity, capacity=plain.capacity) if plain.capacity else MoE
         block.mlp = kind(
             plain.router, experts, plain.route, ep, everyone=everyone, shared=plain.shared,
@@ -779,8 +792,8 @@ def parallelize_idea(model, ep):
     return model
 
 
-def full_gradients(model, ep):
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+def idea_gradients(model, ep):
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return gather_experts(in_stacks(gradients), ep)
 
 
@@ -910,16 +923,18 @@ def set_up(run, impl, replicas, ep):
     if impl == "idea":
         model = parallelize_idea(plain, ep)
         step = idea_step
+        gradients_of = idea_gradients
     else:
         model = parallelize(plain, ep)
         step = train_step
+        gradients_of = full_gradients
     named = list(model.named_parameters())
     names = {p: name for name, p in named}
     name_experts(model, names, ep, run.args.experts)
     optimizer = run.optimizer(named, wholes=wholes_of_stacks, names=names)
     return run.side(
         model, optimizer, partial(step, replicas=replicas, ep=ep),
-        full_gradients=partial(full_gradients, model, ep),
+        full_gradients=partial(gradients_of, model, ep),
         full_state_dict=lambda: gather_experts(in_stacks(model.state_dict()), ep),
         pieces=lambda: of_stacks(pieces_of(named, optimizer), ep.rank(), plain_name),
         extra=lambda: {"bias_units": [layer.bias_units.tolist() for layer in layers_of(model)]})

@@ -135,7 +135,7 @@ def idea_step(model, optimizer, x, y, valid, clip, plan):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
+# ---- 2. the technique (copy this; of part 1 it takes idea_plan) --------------
 
 # What it adds to the idea, what that buys, and what it costs. Peaks: the toy, 2 ranks, M = 16.
 #     Mail            keeps one send at a time: rank 0's peak falls, 12.98 -> 12.07 MB
@@ -393,6 +393,10 @@ class Stages(nn.ModuleList):
         places = defaultdict(set)  # {parameter: its places in a pipeline}
         named = {}
         for stage, module in enumerate(whole):
+            for part in module.modules():
+                differs = hasattr(part, "tp") or hasattr(part, "is_of_experts")
+                assert len(pipelines) == 1 or not differs, (
+                    "ranks may have different pieces, or different experts: take hybrid_3d.py")
             for name, p in module.named_parameters():
                 places[p].add(home[stage])
                 assert named.setdefault(name, p) is p, (
@@ -617,9 +621,10 @@ class SplitPipeline(Pipeline):
         if (m, stage) in self.split:
             self.ws[m, stage] = []
             SplitLinear.later = self.ws[m, stage]  # each SplitLinear appends to it
-        made = super().backward(m, stage, grad)
-        SplitLinear.later = None
-        return made
+        try:
+            return super().backward(m, stage, grad)
+        finally:  # also if it raises, and somebody goes on
+            SplitLinear.later = None
 
 
 # ---- 2.6 schedules ----

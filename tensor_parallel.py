@@ -200,7 +200,7 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
+# ---- 2. the technique (copy this; of part 1 it takes summed, ReduceFromTP, locate)
 
 # What it adds to the idea, and what that buys. Figures are of the toy's step on two ranks.
 #     columns(x, q, k, v): one f         30 calls -> 22, 13.6 MB sent -> 9.5
@@ -306,7 +306,8 @@ def unshard(t, cut, tp):
     pieces = t.new_empty(tp.size, *t.shape)
     all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
     different = pieces[::cut.copies].unbind()
-    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size)
+    # contiguous: else a file of it would have the padding, too, or safetensors refuse it
+    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size).contiguous()
 
 
 # ---- one f for the Linears that read the same x, and dx before weights' gradients
@@ -469,6 +470,8 @@ class SequenceParallel(TensorParallel):
 
     def reduce(self, y):
         """Summands (.., T, C) -> Pending: this rank's piece (.., T/tp, C) of their sum."""
+        T = y.shape[-2]
+        assert T % self.size == 0, f"T is {T}: SequenceParallel wants a multiple of {self.size}"
         pieces = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # (tp, .., T/tp, C)
         x = torch.empty_like(pieces[0])
         flat = pieces.flatten(0, 1)

@@ -113,7 +113,7 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
+# ---- 2. the technique (copy this; of part 1 it takes all_gather, reduce_scatter)
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
 #     a unit for each block        4 of 5 sums travel while backward makes the gradients of the next
@@ -362,8 +362,9 @@ class ZeRO1:
         self.now = "stepping"
         for unit in units:
             for part in unit.parts:
-                # the part's own, or a copy in master's dtype, on its device
-                part.master.grad = part.grad.to(part.master)
+                if part.parameter.requires_grad:  # it may have been frozen since
+                    # the part's own, or a copy in master's dtype, on its device
+                    part.master.grad = part.grad.to(part.master)
 
     def end_step(self, units):
         self.now = "stepped"

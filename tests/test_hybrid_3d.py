@@ -289,8 +289,9 @@ def share_out(model, mesh):
     for layer in model.layers:
         plain = layer.mlp
         mine = [plain.experts[e] for e in share(4, ep.size(), ep.rank())]
-        stacks = [[getattr(mlp, f"{name}_proj") for mlp in mine] for name in ("up", "down", "gate")]
-        layer.mlp = Mixture(plain.router, moe.Experts(F.silu, *stacks), ROUTE, ep,
+        names = "up", "down", "gate"
+        linears = {name: [getattr(mlp, f"{name}_proj") for mlp in mine] for name in names}
+        layer.mlp = Mixture(plain.router, moe.Experts(F.silu, **linears), ROUTE, ep,
                             everyone=mesh.group["peers"])
 
 

@@ -159,6 +159,26 @@ def test_ideas_are_short():
         assert len(lines) <= LARGEST_IDEA.get(name, 60), f"{name}: {len(lines)}"
 
 
+def test_part_2_says_what_it_takes_of_part_1():
+    for name in TECHNIQUES:
+        start, middle, end = [SOURCES[f"{name}.py"].index("\n" + ruler) for ruler in RULERS[:3]]
+        defined = {}  # in part 1
+        for node in ast.parse(SOURCES[f"{name}.py"][start:middle]).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                defined[node.name] = node
+            if isinstance(node, ast.Assign):
+                defined[ast.unparse(node.targets[0])] = node
+        second = SOURCES[f"{name}.py"][middle:end]
+        taken = set()
+        to_read = [ast.parse(second)]
+        while to_read:
+            names = {node.id for node in ast.walk(to_read.pop()) if isinstance(node, ast.Name)}
+            to_read += [defined[each] for each in names & defined.keys() - taken]
+            taken |= names & defined.keys()
+        heading = "".join(second.splitlines()[1:3])
+        assert taken == set(re.findall(r"\w+", heading)) & defined.keys(), name
+
+
 def test_no_machine_paths_and_no_skips():
     paths = r"(^|[^\w.])/(wo[r]k|ro[o]t|ho[m]e)/"
     skips = r"pytest\.(ski[p]|xfai[l])|mark\.(ski[p]|xfai[l])"

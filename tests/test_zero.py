@@ -310,11 +310,9 @@ def check_misuse(stage):
     optimizer.zero_grad()
     refuses("call zero.zero_grad", llama_loss(model, *ROWS).backward)
     refuses("in no unit", ours.parameter_groups, [{"params": [nn.Parameter(torch.ones(2))]}])
-    if stage == "3":
-        weight = model.lm_head.weight
-        for groups in [{"params": weight}], iter([weight]):  # torch's optimizers take both
-            [group] = ours.parameter_groups(groups)
-            assert len(group["params"]) == 1
+    for groups in [{"params": model.lm_head.weight}], iter([model.lm_head.weight]):
+        [group] = ours.parameter_groups(groups)  # torch's optimizers take both
+        assert len(group["params"]) == 1
     whole = zero.full_state_dict(model, ours)
     whole["lm_head.weight"] = whole["lm_head.weight"].t()
     refuses("lm_head.weight", zero.load_full_state_dict, model, ours, whole)
