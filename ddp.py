@@ -24,8 +24,8 @@ arXiv:2006.15704, section 3. At work: torch.nn.parallel.DistributedDataParallel,
 
 Not for: sparse embedding gradients; BatchNorm (buffers are made equal once); parameters added,
 frozen or thawed after wrapping; a deepcopy that is trained; second derivatives; reentrant
-checkpointing; backwards that raise; ranks with different numbers of them. Parameters that no rank
-has used get gradients of 0.
+checkpointing; backwards that raise, ranks with different numbers of them, or one backward through
+two models of one group. Parameters that no rank has used get gradients of 0.
 
     torchrun --standalone --nproc_per_node=2 ddp.py
 """
@@ -119,6 +119,7 @@ class Bucket:
 
     def wait(self):
         self.work.wait()  # on GPUs the stream waits for it, not the host
+        self.work = None  # a deepcopy could not take it along
         self.summed = set(self.views)
 
 

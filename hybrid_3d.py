@@ -182,9 +182,10 @@ def run_microbatches(model, x, y, valid):
     return run_pipeline(pipeline, plan, inputs, loss_of)
 
 
-# ---- 2. the technique (copy this file, with the six that it imports) ---------
+# ---- 2. the technique (copy down to part 3, without the imports for parts 3 to 5)
 
-# Parts 1 and 2 by themselves need four: not moe.py, not context_parallel.py.
+# It needs common.py, pipeline_parallel.py, tensor_parallel.py and zero.py; to recompute layers also
+# amp_accum_ckpt.py, for cp context_parallel.py, for experts moe.py. The whole file imports all six.
 # What it adds to the idea, on rank 0 of the toy, dp 2 tp 2 pp 2:
 #     a buffer for a layer's gradients    34 all-reduces over dp -> 4, under way while backward
 #                                         makes the next layer's gradients
@@ -393,11 +394,11 @@ class Hybrid(nn.Module):
             x = x[:, tokens]
             y = y[:, tokens]
         M = self.pipeline.microbatches
-        assert len(x) % M == 0, f"{len(x)} rows for {M} micro-batches"
         length = x.shape[1]
-        if isinstance(self.tp, SequenceParallel):
-            length //= self.tp.size
-        self.pipeline.mail.size = torch.Size((len(x) // M, length, self.width))
+        cuts = self.tp.size if isinstance(self.tp, SequenceParallel) else 1
+        assert len(x) % M == 0 and length % cuts == 0, (
+            f"{len(x)} rows, T {length}: pad to multiples of {M} and {cuts}, with targets of -100")
+        self.pipeline.mail.size = torch.Size((len(x) // M, length // cuts, self.width))
         targets = y.chunk(M)
 
         def loss_of(logits, m):
@@ -411,7 +412,8 @@ class Hybrid(nn.Module):
         return vocab_parallel_cross_entropy(logits, y, self.cut_of_head.plain_size, self.tp)
 
     def parameter_groups(self, groups=None):
-        """groups: what an optimizer takes, of hybrid.parameters() -> dicts with our masters."""
+        """groups: what an optimizer takes, of hybrid.parameters(), such as by p.dim() -> dicts with
+        our masters, which are flat."""
         return groups_of_masters(self.copies.units, groups)
 
     # -- the whole: {name: tensor} on every rank. All must call it
@@ -431,10 +433,13 @@ class Hybrid(nn.Module):
         return gather(mine, self.group["pp"])
 
     def load_full_state_dict(self, state):
-        """full_state_dict's inverse. state: {name: whole tensor}, the same on all ranks."""
+        """full_state_dict's inverse. state: {name: whole tensor}, the same on all ranks. What is
+        tied goes by its name in the first stage."""
         for stage in self.stages:
-            tensors = stage.state_dict(keep_vars=True)
-            mine = {name: self.shard(t, state[name]) for name, t in tensors.items()}
+            mine = {}
+            for name, t in stage.state_dict(keep_vars=True).items():
+                known = self.table[t].name if t in self.table else name
+                mine[name] = self.shard(t, state[known])
             load_parts(stage, self.copies, mine)
 
     def refuse(self, *_, **__):

@@ -452,8 +452,9 @@ class Chain(NamedTuple):
     The model's own forward runs in every stage, with its masks and angles. In the place of a module
     that is on another stage it finds HandsOn. Outside of the modules named here, also behind the
     last, it must leave x alone: x * 0.5 would be repeated in every stage. Later stages get x
-    (B, T, C) in the place of ids, with SequenceParallel (B, T/tp, C), and nothing else, such as a
-    mask. Layers return x alone, no tuple.
+    (B, T, C) in the place of ids, with SequenceParallel (B, T/tp, C): let forward make angles for
+    the longest sequence, and attention take angles[:q.shape[-2]]. They get nothing else, such as a
+    mask. Layers may get more than x, of what forward makes, but return x alone, no tuple.
 
     first    of the first stage alone: the token embedding, positions
     layers   an nn.ModuleList

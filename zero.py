@@ -29,11 +29,11 @@ blocks, in the usual loop, also from a meta model.
     norm = zero.clip_grad_norm_(1.0)  # not nn.utils.clip_grad_norm_
     zero.step(optimizer)
 Not for: models cut by tensor_parallel.py, experts of moe.py (hybrid_3d.py combines them); Muon,
-LAMB (but see harness/whole.py), optimizers that count a group's steps (but see step_at_once);
-weights stepped between a forward and its backward; blocks of several dtypes; sparse embeddings;
-second derivatives; backwards that raise; reentrant checkpointing; parameters thawed later, or
-loaded except by load_full_state_dict. Unused ones get gradients of 0. In stage 3 blocks return one
-tensor, ranks use parameters in one order, autocast keeps bf16 copies of weights.
+LAMB, Adafactor (see harness/whole.py), optimizers that count a group's steps (see step_at_once);
+weights stepped between forward and backward; blocks of several dtypes or with one weight; sparse
+embeddings; second derivatives; backwards that raise, or of two models; reentrant checkpointing;
+weights thawed later, or loaded except by load_full_state_dict. Unused ones get gradients of 0. In
+stage 3 blocks return one tensor, ranks use them in one order, autocast keeps bf16 weights.
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
 At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stage 3; stage 2's traffic), part 4 below.
@@ -224,7 +224,7 @@ class ZeRO1:
         self.units = []
         for parameters, sites in units:
             known = any(hasattr(p, "stepped_by") for p in parameters)
-            assert not known, "these parameters are in a ZeRO already: make the model anew"
+            assert not known, "parameters of two units, or of another ZeRO: make the model anew"
             unit = Unit(parameters, sites, *self.place_of_rank(), reduce_dtype)
             dist.broadcast(unit.full, group=group, group_src=0)  # the first rank's -> replicated
             self.keep(unit)
@@ -285,7 +285,9 @@ class ZeRO1:
         """Autograd's call when p's gradient is complete: once in a backward, also if p is tied."""
         assert unit in self.pending, "it is summed already: call reduce() after each backward"
         assert self.now != "stepped", "a gradient of the step before: call zero.zero_grad()"
-        assert p.dtype == unit.full.dtype, "cast and move the model before ZeRO"
+        memory = unit.full.untyped_storage()
+        assert p.untyped_storage().data_ptr() == memory.data_ptr(), (
+            "a parameter has other memory: cast, move and load the model before ZeRO")
         unit.make_buffer()
         unit.buffer[unit.spans[p]].add_(p.grad.flatten())
         p.grad = None
@@ -443,11 +445,13 @@ class ZeRO3(ZeRO2):
     def __deepcopy__(self, memo):  # a copied model comes here by its hooks
         raise RuntimeError("in stage 3 parameters are empty: copy the model before ZeRO3")
 
+    @torch.compiler.disable  # else torch.compile would compile it anew for each unit
     def watch(self, unit, site, inputs, output):
         """After a unit's forward: its backward begins when its output gets a gradient."""
         if output.requires_grad and all(output is not x for x in inputs):  # else it did nothing
             output.register_hook(partial(self.enter, unit))
 
+    @torch.compiler.disable
     def enter(self, unit, *hook_arguments):
         """Forward or backward has come to a unit: free the last, gather this, prefetch the next."""
         visit = len(self.entered)
@@ -600,6 +604,8 @@ def refuse_step(optimizer, *_):
     assert None not in zeros, "make the optimizer of zero.parameter_groups()"
     is_called_by_zero = any(zero.now == "stepping" for zero in zeros)
     assert is_called_by_zero or not zeros, "call zero.step(optimizer), not optimizer.step()"
+    others = any(not hasattr(p, "stepped_by") for p in params)
+    assert not (zeros and others), "others would step once for each unit: in their own optimizer"
 
 
 register_optimizer_step_pre_hook(refuse_step)

@@ -283,16 +283,16 @@ def check_identity():
         compare(found[name], torch.zeros_like(p) if p.grad is None else p.grad)
 
 
+def refuses(words, misuse, *args):
+    with pytest.raises(AssertionError, match=words):
+        misuse(*args)
+
+
 def check_misuse(stage):
     model = Llama(layers=1)
     ours = ladder(zero)[stage](zero.units_of(model, model.layers))
     optimizer = torch.optim.SGD(ours.parameter_groups(), 0.1)
     of_model = torch.optim.SGD(model.parameters(), 0.1)
-
-    def refuses(words, misuse, *args):
-        with pytest.raises(AssertionError, match=words):
-            misuse(*args)
-
     llama_loss(model, *ROWS).backward()
     refuses("call reduce", ours.step, optimizer)
     refuses("reduce.. comes first", ours.clip_grad_norm_, 1.0)
@@ -303,9 +303,13 @@ def check_misuse(stage):
     ours.reduce()  # once more: there is nothing to add
     ours.clip_grad_norm_(1e9)  # far away: nothing is scaled
     compare([part.grad for part in ours.parts], before, 0)
+    refuse_later(stage, model, ours, optimizer, of_model)
+
+
+def refuse_later(stage, model, ours, optimizer, of_model):
     refuses("not optimizer.step", optimizer.step)
     refuses("of zero.parameter_groups", of_model.step)
-    refuses("in a ZeRO already", ladder(zero)[stage], zero.units_of(model, model.layers))
+    refuses("or of another ZeRO", ladder(zero)[stage], zero.units_of(model, model.layers))
     ours.step(optimizer)
     optimizer.zero_grad()
     refuses("call zero.zero_grad", llama_loss(model, *ROWS).backward)
@@ -317,11 +321,30 @@ def check_misuse(stage):
     whole["lm_head.weight"] = whole["lm_head.weight"].t()
     refuses("lm_head.weight", zero.load_full_state_dict, model, ours, whole)
     ours.zero_grad()
+    optimizer.add_param_group({"params": nn.Parameter(torch.ones(1))})
+    refuses("in their own optimizer", ours.step, optimizer)
     if stage != "3":
-        model.float()
+        model.float().double()  # all is as before, but elsewhere
         refuses("before ZeRO", llama_loss(model, *ROWS).backward)
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).float())]
     refuses("each dtype", zero.ZeRO1, [(mixed, [])])
+
+
+def check_frozen_later(stage):
+    """It stays, whatever momentum it has."""
+    model = llama(0)
+    ours = ladder(zero)[stage](zero.units_of(model, model.layers))
+    optimizer = torch.optim.AdamW(ours.parameter_groups())
+    for _ in range(2):
+        before = ours.full_parameters()
+        ours.zero_grad()
+        llama_loss(model, *mine(ROWS)).backward()
+        ours.reduce()
+        ours.step(optimizer)
+        after = ours.full_parameters()
+        moved = {p for p in after if not torch.equal(after[p], before[p])}
+        assert moved == {p for p in after if p.requires_grad}
+        model.layers[0].requires_grad_(False)
 
 
 def test_steps():
@@ -329,6 +352,7 @@ def test_steps():
     run_ranks(check_each, 1, check_turns, [(stage, *turn) for stage in "123" for turn in turns])
     run_ranks(check_each, 1, check_misuse, [*"123"])
     run_ranks(check_identity, 2)
+    run_ranks(check_each, 2, check_frozen_later, [*"123"])
 
 
 def test_refused_flags():
