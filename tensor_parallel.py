@@ -14,7 +14,7 @@ rank needs another: heads are apart, gelu is elementwise.
     optimizer = AdamW(model.parameters())  # or before: parameters stay the same objects
     # all ranks of tp get the same ids and y
     (vocab_parallel_cross_entropy(model(ids), y, V, tp) / valid_targets).backward()
-    sum_gradients(model, tp)
+    sum_gradients(model, tp)  # in the first step also assert_alike(model, tp)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))  # then step
 
 B sequences of T tokens, width C, L blocks, V words, tp ranks:
@@ -628,6 +628,17 @@ def gradient_norm(model, tp):
         square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
     dist.all_reduce(square, group=tp.group)  # partial -> replicated
     return square.sqrt()
+
+
+def assert_alike(model, tp):
+    """Once, after the first sum_gradients: raises where ranks have different gradients of what is
+    whole. Then the plan lacks an `inside`, or ranks have drawn different dropout."""
+    for name, p in model.named_parameters():
+        if p not in tp.cuts and p.grad is not None:
+            ends = torch.stack([p.grad, -p.grad])
+            dist.all_reduce(ends, dist.ReduceOp.MAX, tp.group)  # each rank's own -> the largest
+            spread = ends.sum(0).norm()  # of largest - smallest
+            assert spread <= 1e-3 * p.grad.norm(), f"{name}: ranks have different gradients"
 
 
 # ---- whole tensors

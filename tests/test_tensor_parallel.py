@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from common import adamw
@@ -67,6 +68,7 @@ def check_copy(kind, tied, frozen, kv_heads=2):
         optimizer.step()
         whole = section.full_state_dict(model, tp)
         compare(whole, state)
+    section.assert_alike(model, tp)
     for name, p in model.named_parameters():
         assert (whole[name].data_ptr() == p.data_ptr()) == (p not in tp.cuts), name
 
@@ -235,6 +237,21 @@ def check_refusals():
         section.vocab_parallel_cross_entropy(torch.ones(2, 31), torch.ones(2).long(), 31, tp)
 
 
+def check_alike():
+    """What nothing else would see is named: an `inside` forgotten, dropout outside."""
+    right = plan(2)
+    forgotten = {name: kind for name, kind in right.items() if kind is not section.inside}
+    torch.manual_seed(dist.get_rank())
+    for each, p, name in (forgotten, 0.0, "[qk]_norm.weight"), (right, 0.5, "mlp.down_proj.bias"):
+        tp = section.TensorParallel()
+        model = section.cut_model(Llama(layers=1), tp, each)
+        model.layers[0].register_forward_hook(lambda layer, inputs, y, p=p: F.dropout(y, p))
+        backward(model(BATCH[0]), BATCH[1], tp)
+        section.sum_gradients(model, tp)
+        with pytest.raises(AssertionError, match=f"{name}: ranks have different gradients"):
+            section.assert_alike(model, tp)
+
+
 def check_twins():
     """Also where ranks are in different numbers of groups; what no state_dict has is named."""
     dist.new_group([0, 2])
@@ -259,6 +276,7 @@ def test_copy():
         ("TensorParallel", False, "nothing"), ("SequenceParallel", True, "layers.0"),
         ("TensorParallel", True, "layers.1", 1), ("SequenceParallel", False, "nothing", 1)])
     run_ranks(check_parts, 2)
+    run_ranks(check_alike, 2)
 
 
 def check_parts():
