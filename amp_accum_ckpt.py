@@ -110,7 +110,7 @@ class LossScaler:
             self.good_steps = 0
 
 
-def clip_and_step(model, optimizer, clip, scaler):  # -> the gradients' norm before
+def clip_and_step(model, optimizer, clip, scaler):  # clip: math.inf for none. -> the norm before
     if scaler:
         for p in model.parameters():
             if p.grad is not None:
@@ -139,7 +139,7 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
     return loss, clip_and_step(model, optimizer, clip, scaler)
 
 
-# ---- 2. the technique (copy this; it needs torch alone) ----------------------
+# ---- 2. the technique (copy this; of part 1 it takes clip_and_step) ----------
 
 # What it adds to the idea, and what each addition buys. If nothing else is said: the toy, 1 rank.
 #     sum_gradients     on 2 ranks 68 calls -> 1
@@ -399,9 +399,10 @@ def loss_in_chunks(loss_of, x, y, chunks):
 
 
 class FusedLossScaler:
-    """Used as LossScaler, whose `if norm.isfinite()` has the host wait for the GPU. Here a fused
-    optimizer skips a step by itself, where its found_inf is 1 (Micikevicius 3.2). norm is that of
-    all ranks' gradients, so that all skip, or none.
+    """loss.backward(scaler.scale), then clip_and_step(model, optimizer, clip, scaler), as with
+    LossScaler, whose `if norm.isfinite()` has the host wait for the GPU. Here a fused optimizer
+    skips a step by itself, where its found_inf is 1 (Micikevicius 3.2). norm is that of all ranks'
+    gradients, so that all skip, or none.
     """
 
     interval = 2000

@@ -131,7 +131,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs torch alone) ----------------------
+# ---- 2. the technique (copy this; of part 1 it takes begin_alike) ------------
 
 # What it adds to the idea, and what that buys:
 #     1  blocks of keys: no mask and no scores of T/cp x T

@@ -189,7 +189,8 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 
 
 # ---- 2. the technique (copy this; of part 1 it takes what the next line names)
-# PlainMoE, AllToAll, rows_of_each, exchange_counts, read_counts, IdeaOfMoE, dense_and_experts
+# softmax_route, PlainMoE, AllToAll, rows_of_each, exchange_counts, read_counts, IdeaOfMoE,
+# dense_and_experts, gradient_norm
 
 # What it adds to the idea, and what that buys, as a ladder. Calls: the toy's, on 2 ranks.
 #     GroupedMoE     rows regrouped by expert: each runs once, the idea's once for each rank's rows;

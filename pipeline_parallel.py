@@ -251,7 +251,7 @@ class Mail:
     Here a tensor is called by its maker, the action that makes it. On its way it has no name:
     tensors are received in the order in which they are sent, that of the sender's plan.
 
-    size, dtype, device: of every tensor
+    size, dtype, device: of every tensor. mail.size may be another in the next step or evaluation
     group: the pipeline's ranks, in order of their places; None: all ranks
     links: what make_links returns; None: there is one pipeline, and Mail calls it
     """
@@ -263,7 +263,11 @@ class Mail:
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
         self.place = dist.get_rank(group)  # this rank's
-        self.links = make_links(plans, [self.ranks]) if links is None else links
+        if links is None:
+            is_one = len(self.ranks) == dist.get_world_size()
+            assert is_one, "of several pipelines: give Mail the links that make_links returns"
+            links = make_links(plans, [self.ranks])
+        self.links = links
         self.home = homes(plans)
         self.last = max(self.home)  # the last stage
         # {action: its number in its rank's plan}
@@ -451,7 +455,8 @@ class Chain(NamedTuple):
 
     The model's own forward runs in every stage, with its masks and angles. In the place of a module
     that is on another stage it finds HandsOn. Outside of the modules named here, also behind the
-    last, it must leave x alone: x * 0.5 would be repeated in every stage. Later stages get x
+    last, it must leave x alone: every stage would do x * 0.5, or add an nn.Parameter of positions,
+    or F.linear(x, tok.weight) (let the head be an nn.Linear with this weight). Later stages get x
     (B, T, C) in the place of ids, with SequenceParallel (B, T/tp, C): let forward make angles for
     the longest sequence, and attention take angles[:q.shape[-2]]. They get nothing else, such as a
     mask. Layers may get more than x, of what forward makes, but return x alone, no tuple.
@@ -461,7 +466,7 @@ class Chain(NamedTuple):
     last     of the last stage alone: the norm and, at the end, the Linear of the logits
     absent   of first and last those that are None on other stages: the forward has an `if` for that
     call     call(forward, x) -> a tensor: how the model's forward, or a stage's, is called, such as
-             under autocast
+             under autocast: then a loss of one's own has to make fp32 of logits
     """
 
     first: list
@@ -506,6 +511,8 @@ def exchange(module, name, other):
     for step in path:
         module._modules[step] = shallow(module._modules[step])
         module = module._modules[step]
+    is_module = last in module._modules or getattr(module, last, 0) is None
+    assert is_module, f"{name} is no module: every stage would run it"
     module._modules[last] = other
 
 

@@ -130,6 +130,14 @@ def check_ws_want_a_split_pipeline():
     pipeline = pipeline_parallel.Pipeline({0: torch.nn.Linear(1, 1)}, plans, mail)
     with pytest.raises(AssertionError, match="SplitPipeline"):
         pipeline.step([torch.ones(1)], lambda y, m: y.sum())
+    split = pipeline_parallel.SplitPipeline({0: torch.nn.Linear(1, 1)}, plans, mail)
+    x = torch.ones(1, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda grad: 1 / 0)
+    split.kept[0, 0] = x, torch.autograd.graph.get_gradient_edge(y)
+    with pytest.raises(ZeroDivisionError):  # in a B, and somebody goes on
+        split.backward(0, 0, None)
+    assert pipeline_parallel.SplitLinear.later is None
 
 
 def test_ws_want_a_split_pipeline():
@@ -323,6 +331,8 @@ def check_chain():
     for stage in stages:
         assert not stage.load_state_dict(whole, strict=False).missing_keys
     torch.testing.assert_close(model.state_dict(), whole)
+    with pytest.raises(AssertionError, match="embed is no module"):  # all stages would embed
+        module.carve(model, chain._replace(first=["embed"]), [1, 2])
     model.forward = partial(model.forward)
     with pytest.raises(AssertionError, match="replace it after carve"):
         module.carve(model, chain, [1, 2])
@@ -437,6 +447,12 @@ def check_strides():
     assert torch.equal(both.weight, saved.t())
     with pytest.raises(AssertionError, match="two stages have a weight"):
         Stages([both, nn.Linear(3, 3)], plans)
+    alone = make_plans("1f1b", 1, 1)
+    with pytest.raises(AssertionError, match="several pipelines"):  # with NCCL it would hang
+        Mail(alone, (1,), torch.float64, "cpu", dist.new_subgroups(1)[0])
+    both.tp = None  # as a cut one has it
+    with pytest.raises(AssertionError, match="take hybrid_3d.py"):
+        Stages([both], alone, [[0], [1]])
 
 
 def test_strides():
