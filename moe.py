@@ -21,7 +21,7 @@ are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left o
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
     step_biases(model)  # of MoEs with gamma > 0; it also takes the loads of this step
-    state = full_state_dict(model, ep)  # by MoE's names; model.state_dict() lacks other experts
+    state = full_state_dict(model, ep)  # with all E; model.state_dict() has this rank's experts
 
 Each of n ranks has N tokens of its own; ep of them share out E experts, of `experts` parameters in
 all. The rest of the model has `dense`. A parameter has b bytes. Balanced, a rank gets K N rows.
@@ -35,8 +35,8 @@ Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "S
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
 2024, "Mixtral", arXiv:2401.04088 (gated experts); DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2.
 Not for: experts that are not MLPs of nn.Linear, or partly frozen; dense layers that only some ranks
-use; evaluation on some ranks alone; fp16, loss scalers; deepcopies; ddp.py, zero.py and fsdp.py
-(but within hybrid_3d.py); two backwards through one forward. At work: see part 4.
+use; evaluation on some ranks alone; fp16, loss scalers; deepcopies; ddp.py, zero.py, fsdp.py (but
+see hybrid_3d.py); two backwards through one forward; padding, which is routed, too. At work: part 4.
     torchrun --standalone --nproc_per_node=2 moe.py
 """
 import math
@@ -189,8 +189,8 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 
 
 # ---- 2. the technique (copy this; of part 1 it takes what the next line names)
-# softmax_route, PlainMoE, AllToAll, rows_of_each, exchange_counts, read_counts, IdeaOfMoE,
-# dense_and_experts, gradient_norm
+# softmax_route, AllToAll, rows_of_each, exchange_counts, read_counts, dense_and_experts,
+# gradient_norm
 
 # What it adds to the idea, and what that buys, as a ladder. Calls: the toy's, on 2 ranks.
 #     GroupedMoE     rows regrouped by expert: each runs once, the idea's once for each rank's rows;
@@ -287,7 +287,7 @@ class Experts(nn.Module):
 Routing = namedtuple("Routing", "order send receive regroup sizes ends")
 
 
-class GroupedMoE(IdeaOfMoE):
+class GroupedMoE(nn.Module):
     """E experts behind a router, an nn.Linear(C, E), in place of an MLP: (.., C) -> (.., C).
 
     experts   the Experts of this rank, E/ep of them, on rank r of ep from number r E/ep on
@@ -298,7 +298,11 @@ class GroupedMoE(IdeaOfMoE):
     """
 
     def __init__(self, router, experts, route, ep):
-        super().__init__(router, experts, route, ep)
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.route = route
+        self.ep = ep
         E = len(experts.up.weight) * ep.size()
         assert router.out_features == E, f"MoE: {router.out_features} logits for {E} experts"
         refuse_forwards([router])
@@ -371,8 +375,8 @@ class BalancedMoE(GroupedMoE):
 
     everyone  group of the ranks whose tokens are balanced together, in a pipeline those with the
               same stages; None: the world. All of them must call it, even in evaluation
-    alpha     factor of Switch's balancing loss, such as 0.01: K router_aux_loss_coef of
-              transformers, which pools layers. Each rank adds its own part, and the model's loss
+    alpha     factor of Switch's balancing loss, such as 0.01 (transformers pools its L layers: of
+              its router_aux_loss_coef about K/L). Each rank adds its own part, and the model's loss
               does not show it, see balancing_losses. With M micro-batches in a step give alpha/M;
               where all gradients, experts' too, are divided by n, n alpha
     beta      likewise of ST-MoE's z-loss, such as 1e-3

@@ -285,8 +285,7 @@ class ZeRO1:
         """Autograd's call when p's gradient is complete: once in a backward, also if p is tied."""
         assert unit in self.pending, "it is summed already: call reduce() after each backward"
         assert self.now != "stepped", "a gradient of the step before: call zero.zero_grad()"
-        memory = unit.full.untyped_storage()
-        assert p.untyped_storage().data_ptr() == memory.data_ptr(), (
+        assert p.untyped_storage() is unit.full.untyped_storage(), (
             "a parameter has other memory: cast, move and load the model before ZeRO")
         unit.make_buffer()
         unit.buffer[unit.spans[p]].add_(p.grad.flatten())
