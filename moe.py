@@ -36,7 +36,7 @@ arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 
 2024, "Mixtral", arXiv:2401.04088 (gated experts); DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2.
 Not for: experts that are not MLPs of nn.Linear, or partly frozen; dense layers that only some ranks
 use; evaluation on some ranks alone; fp16, loss scalers; deepcopies; ddp.py, zero.py, fsdp.py (but
-see hybrid_3d.py); two backwards through one forward; padding, which is routed, too. At work: part 4.
+see hybrid_3d.py); two backwards through one forward; padding, which it routes, too. See part 4.
     torchrun --standalone --nproc_per_node=2 moe.py
 """
 import math
