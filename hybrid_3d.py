@@ -1198,11 +1198,10 @@ def main():
     grid = make_grid(args.dp, args.tp, args.pp) if "idea" in run.impls else None
     if run.dry:
         tensor_parallel.new_group = dist.new_group  # there are no others
-    if args.experts:
+    if run.dry and args.experts:
         tokens = args.batch // args.dp // args.micro * (args.seq // args.cp) // args.tp
         moe.expect_balanced(args, tokens, mesh.group["ep"])
-        if run.dry:
-            moe.read_counts = moe.balanced_counts
+        moe.read_counts = moe.balanced_counts
     pipeline_parallel.refuse_shared_gpus(run, args.pp)
     with run:
         sides = {impl: set_up(run, impl, mesh, grid, plans, layers) for impl in run.impls}
