@@ -449,6 +449,7 @@ def assert_refused(layer):
             wrapper(layer)
     model = nn.ModuleDict({"experts": layer})
     whole = moe.full_state_dict(model, layer.ep)
+    assert "experts.3.up.weight" in moe.full_state_dict(layer, layer.ep)
     up = "experts.experts.0.up.weight"
     assert {"experts.router.weight", "experts.bias_units", up} <= whole.keys()
     narrow = {name: t[:1] if name.endswith("up.weight") else t for name, t in whole.items()}

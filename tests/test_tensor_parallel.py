@@ -69,6 +69,7 @@ def check_copy(kind, tied, frozen, kv_heads=2):
         whole = section.full_state_dict(model, tp)
         compare(whole, state)
     section.assert_alike(model, tp)
+    assert all(t.is_contiguous() for t in whole.values())
     for name, p in model.named_parameters():
         assert (whole[name].data_ptr() == p.data_ptr()) == (p not in tp.cuts), name
 
