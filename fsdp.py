@@ -209,6 +209,7 @@ class Unit:
         """Fills shard with this rank's chunk of what the group's first rank has."""
         whole = self.shard.new_zeros(self.full.shape, device=self.full.device)
         for p, place in self.views(whole).items():
+            assert p.untyped_storage().nbytes() >= p.nbytes, "a module of from_meta: give fill"
             place.copy_(p.detach())
         dist.broadcast(whole, group=self.group, group_src=0)  # the first rank's -> replicated
         self.shard.copy_(whole[self.mine])
@@ -495,7 +496,9 @@ class FSDP(nn.Module):
         """Its inverse: a rank takes its parts of whole tensors, which are the same on all ranks."""
         part_of = {part.parameter: part for part in self.parts}
         shape_of = {p: shape for unit in self.units for p, shape in unit.shapes.items()}
-        for name, t in self.module.state_dict(keep_vars=True).items():
+        # the first of two tied names, which is the one that safetensors has
+        names = {t: name for name, t in reversed(self.module.state_dict(keep_vars=True).items())}
+        for t, name in names.items():
             assert state[name].shape == shape_of.get(t, t.shape), f"{name}: {state[name].shape}"
             if t.numel():  # not empty: what is frozen, and buffers
                 t.data.copy_(state[name])
@@ -504,7 +507,7 @@ class FSDP(nn.Module):
                 part.value.copy_(state[name].flatten()[part.first:part.first + len(part.value)])
 
     def refuse(self, *_, **__):
-        raise RuntimeError("FSDP: move, cast and copy the module before")
+        raise RuntimeError("FSDP: move, cast and copy the module before; average model.masters")
 
     # masters would no longer be views of shards
     _apply = refuse  # to(), cuda(), half() call it
@@ -575,9 +578,9 @@ def from_meta(module, device, init):
     """A module on the meta device -> what FSDP takes as `fill`: it fills shards with init's.
 
     Afterwards the module is on `device`, what is frozen is filled, what is trained has no memory.
-    init(name, tensor): fills a tensor of the module. Values must depend on the name alone: a rank
-    calls it only for what it keeps, and has at most one whole trained parameter at a time, besides
-    the memory of a unit's full
+    init(name, tensor): fills a tensor of the module, a trained one in fp32 or wider. Values must
+    depend on the name alone: a rank calls it only for what it keeps, and has at most one whole
+    trained parameter at a time, besides the memory of a unit's full
     """
 
     def replacement(name, t):

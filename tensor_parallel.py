@@ -664,7 +664,9 @@ def load_full_state_dict(model, tp, state):
     A model that was cut on the meta device gets its memory here, on the device of state[name]; not
     by to_empty() or load_state_dict(assign=True): of other parameters tp knows nothing.
     """
-    for name, t in model.state_dict(keep_vars=True).items():
+    # the first of two tied names, which is the one that safetensors has
+    names = {t: name for name, t in reversed(model.state_dict(keep_vars=True).items())}
+    for t, name in names.items():
         piece = state[name].to(t.dtype)
         if t in tp.cuts:
             piece = shard(piece, tp.cuts[t], tp)

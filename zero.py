@@ -32,8 +32,8 @@ Not for: models cut by tensor_parallel.py, experts of moe.py (hybrid_3d.py combi
 LAMB, Adafactor (see harness/whole.py), optimizers that count a group's steps (see step_at_once);
 weights stepped between forward and backward; blocks of several dtypes or with one weight; sparse
 embeddings; second derivatives; backwards that raise, or of two models; reentrant checkpointing;
-weights thawed later, or loaded except by load_full_state_dict. Unused ones get gradients of 0. In
-stage 3 blocks return one tensor, ranks use them in one order, autocast keeps bf16 weights.
+weights thawed later. Unused ones get gradients of 0. In stage 3 blocks return one tensor, ranks
+call them in one order (generate: until the longest ends), autocast keeps bf16 weights.
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
 At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stage 3; stage 2's traffic), part 4 below.
@@ -207,7 +207,9 @@ class ZeRO1:
         torch.float32 for bf16 parameters: a bf16 sum of many micro-batches is rounded at each
 
     Call reduce() after every backward. In stage 1 a step of M micro-batches needs one sum, the
-    last: set sync = False before the others.
+    last: set sync = False before the others, and True before it. (If that turned out to be the last
+    which came before, set sync = True and call reduce() again.) Stages 2 and 3 leave it True: else
+    buffers would stay, with whole gradients.
 
     Ranks begin with the first one's trained parameters; what is frozen, and buffers, must agree.
     Weights that are loaded later go through load_full_state_dict, else masters would not know.
@@ -230,6 +232,8 @@ class ZeRO1:
             self.keep(unit)
             self.cut(unit)
             self.units.append(unit)
+            for site in sites:
+                site.register_load_state_dict_pre_hook(refuse_load)
             for p in parameters:
                 p.grad = None  # left from before: it is of no step here
                 p.register_post_accumulate_grad_hook(partial(self.ready, unit))
@@ -272,7 +276,7 @@ class ZeRO1:
     # -- gradients: a unit's are summed while backward makes those of the unit before it
 
     def zero_grad(self):
-        assert self.now != "adding", "gradients are not summed: call reduce() after backward"
+        self.assert_summed()
         for unit in self.units:
             unit.grad.zero_()
         self.now = "zeroed"
@@ -329,6 +333,10 @@ class ZeRO1:
             self.expect_gradients()
             self.now = "summed"
 
+    def assert_summed(self):
+        assert self.now != "adding", (
+            "gradients are not summed: call reduce() after backward, the last with sync = True")
+
     # -- a step: a unit's parameters are gathered while those of the next one are stepped. ZeRO3
     # gathers them in the next forward
 
@@ -338,7 +346,7 @@ class ZeRO1:
 
     def clip_grad_norm_(self, max_norm):
         """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
-        assert self.now != "adding", "gradients are not summed: reduce() comes first"
+        self.assert_summed()
         grads = [unit.grad for unit in self.units]
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
@@ -359,7 +367,7 @@ class ZeRO1:
 
     def begin_step(self, units):
         """Gives their masters gradients. An optimizer leaves those alone that have none."""
-        assert self.now != "adding", "gradients are not summed: call reduce(), with sync = True"
+        self.assert_summed()
         self.now = "stepping"
         for unit in units:
             for part in unit.parts:
@@ -581,7 +589,9 @@ def load_full_state_dict(model, zero, state):
     """full_state_dict's inverse: a rank takes its parts of whole tensors, the same on all ranks."""
     part_of = {part.parameter: part for part in zero.parts}
     shape_of = {p: shape for unit in zero.units for p, shape in unit.shapes.items()}
-    for name, t in model.state_dict(keep_vars=True).items():
+    # the first of two tied names, which is the one that safetensors has
+    names = {t: name for name, t in reversed(model.state_dict(keep_vars=True).items())}
+    for t, name in names.items():
         assert state[name].shape == shape_of.get(t, t.shape), f"{name}: {tuple(state[name].shape)}"
         if t.numel():  # not empty
             t.data.copy_(state[name])
@@ -608,6 +618,10 @@ def refuse_step(optimizer, *_):
 
 
 register_optimizer_step_pre_hook(refuse_step)
+
+
+def refuse_load(*_):
+    raise AssertionError("ZeRO's masters would not know: take load_full_state_dict")
 
 
 def refuse_state_dict(site, prefix, keep_vars):

@@ -102,6 +102,13 @@ class OfTensors(Llama):
         return super().forward(tokens)["logits"]
 
 
+def as_in_files(model):
+    """Its state, where a tied head is once, as safetensors has it."""
+    tied = model.lm_head.weight is model.embed_tokens.weight
+    left_out = "lm_head.weight" if tied else None
+    return {name: t for name, t in model.state_dict().items() if name != left_out}
+
+
 def into(owner, name, when, bug):
     """-> plant(module): bug(self, ..) runs before or after a method of a class, or instead."""
 

@@ -18,9 +18,9 @@ from conftest import (
     run_ranks, run_script, textbook)
 from fsdp import FSDP, from_meta, full_gradients
 from others import (
-    WIDTH, Layer, Llama, OfTensors, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of,
-    into, llama_loss, loss_sum, micro_batches, mine, own_rows_alone, token_rows, trained,
-    whole_batch)
+    WIDTH, Layer, Llama, OfTensors, as_in_files, bf16_llama, bf16_rows, compare, compare_fp32,
+    gradients_of, into, llama_loss, loss_sum, micro_batches, mine, own_rows_alone, token_rows,
+    trained, whole_batch)
 
 LLAMA = ("--model", "llama-toy")
 ROWS = token_rows(torch.Generator(), 2)
@@ -125,7 +125,7 @@ def check_copy(words, *bug):
         ours.zero_grad()
         compare(ours.full_state_dict(), state)
     first = llama(0, options)
-    ours.load_full_state_dict(first.state_dict())
+    ours.load_full_state_dict(as_in_files(first))
     compare(ours.full_state_dict(), dict(first.state_dict()))
     with torch.no_grad():
         compare(ours(ROWS[0]), first(ROWS[0]))
@@ -205,6 +205,11 @@ def check_meta():
         assert (tensor == len(made_as)).all(), name
     llama_loss(model, *ROWS).backward()
     assert (full_gradients(model)["norm.unused"] == 0).all()
+    with torch.device("meta"):
+        forgotten = llama()
+    from_meta(forgotten, "cpu", lambda name, tensor: tensor.zero_())
+    with pytest.raises(AssertionError, match="give fill"):
+        FSDP(forgotten, forgotten.layers)
 
 
 def check_bf16():

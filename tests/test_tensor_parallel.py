@@ -13,8 +13,8 @@ from conftest import (
     PROOF, alone, check_differs, check_dry_runs, check_each, check_equal, check_refused, copied,
     dry_run_agrees, idea, run_ranks, textbook)
 from others import (
-    WIDTH, Llama, OfTensors, compare, gradients_of, llama_loss, loss_sum, micro_batches, trained,
-    whole_batch)
+    WIDTH, Llama, OfTensors, as_in_files, compare, gradients_of, llama_loss, loss_sum,
+    micro_batches, trained, whole_batch)
 
 LLAMA = ["--model", "llama-toy"]
 QWEN = ["--model", "qwen3-toy"]
@@ -92,7 +92,7 @@ def check_meta(kind, tied):
     section.cut_model(empty, other, plan(2))
     empty.norm.weight.requires_grad_(False)
     for _ in range(2):
-        section.load_full_state_dict(empty, other, Files(plain.state_dict()))
+        section.load_full_state_dict(empty, other, Files(as_in_files(plain)))
     compare(section.full_state_dict(empty, other), dict(plain.state_dict()))
     assert not empty.norm.weight.requires_grad
     model.norm.weight.requires_grad_(False)
