@@ -38,7 +38,7 @@ Not for: weights of two dtypes; fp16 with zero.py; checkpointed forwards that ch
 in place, and more under full, see there.
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -47,7 +47,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import math
@@ -89,7 +89,38 @@ class Recompute(torch.autograd.Function):
         return None, *torch.autograd.grad(y, (*parameters, x), dy)  # run has none
 
 
-# Mixed precision is autocast. fp16 has nothing between 0 and 6e-8, so gradients are scaled up.
+# Accumulation: gradients add up over micro-batches. Mixed precision is autocast.
+
+
+def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scaler):
+    """inputs, targets (B/dp, T); valid: all ranks'; dtype: autocast's or None; scaler: of fp16."""
+    optimizer.zero_grad()
+    loss = 0.0  # of this rank
+    for x, y in zip(inputs.tensor_split(accum), targets.tensor_split(accum)):  # micro-batches
+        with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
+            part = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / valid
+        part.backward(scaler.scale if scaler else None)  # as (scale * part).backward()
+        loss = loss + part.detach()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        dist.all_reduce(p.grad)  # partial -> replicated
+    return loss, clip_and_step(model, optimizer, clip, scaler)
+
+
+def clip_and_step(model, optimizer, clip, scaler):  # clip: math.inf for none. -> the norm before
+    if scaler:
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= scaler.scale
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    if scaler:
+        scaler.step(optimizer, norm)
+    else:
+        optimizer.step()
+    return norm
+
+
+# fp16 has nothing between 0 and 6e-8, so gradients are scaled up by a factor that is tried out.
 
 
 class LossScaler:
@@ -110,36 +141,7 @@ class LossScaler:
             self.good_steps = 0
 
 
-def clip_and_step(model, optimizer, clip, scaler):  # clip: math.inf for none. -> the norm before
-    if scaler:
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad /= scaler.scale
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-    if scaler:
-        scaler.step(optimizer, norm)
-    else:
-        optimizer.step()
-    return norm
-
-
-def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scaler):
-    """Accumulation: p.grad adds up over micro-batches, whose losses are sums / valid.
-    inputs, targets (B/dp, T); valid: all ranks'; dtype: autocast's or None; scaler: fp16 alone"""
-    optimizer.zero_grad()
-    loss = 0.0  # of this rank
-    for x, y in zip(inputs.tensor_split(accum), targets.tensor_split(accum)):  # micro-batches
-        with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
-            part = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / valid
-        part.backward(scaler.scale if scaler else None)  # as (scale * part).backward()
-        loss = loss + part.detach()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        dist.all_reduce(p.grad)  # partial -> replicated
-    return loss, clip_and_step(model, optimizer, clip, scaler)
-
-
-# ---- 2. the technique (copy this; of part 1 it takes clip_and_step) ----------
+# ---- 2. the technique (copy this; of part 1 it takes clip_and_step, LossScaler)
 
 # What it adds to the idea, and what each addition buys. If nothing else is said: the toy, 1 rank.
 #     sum_gradients     on 2 ranks 68 calls -> 1
@@ -193,8 +195,8 @@ def full(forward, *inputs, **keywords):
 
     So forward may not count its calls (BatchNorm), fill a cache (of transformers' models take
     use_cache=False), call autograd.grad or own a random generator, and weights may not change
-    before its backward. Tensors within tuples are held as they are. torch.utils.checkpoint does the
-    same, without hooks_around's name, which is not public.
+    before its backward. torch.utils.checkpoint does the same, without hooks_around's name, which is
+    not public.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
@@ -219,16 +221,11 @@ class Rerun:
     """A call of forward under `full`, and how to repeat it."""
 
     def __init__(self, forward, inputs, keywords):
-        tensors = [x for x in tree_leaves((inputs, keywords)) if torch.is_tensor(x)]
-        device = next((x.device.type for x in tensors if not x.is_cpu), "cpu")
-        self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
-        self.forward = forward
+        leaves, self.structure = tree_flatten((inputs, keywords))  # tensors, also within tuples, ..
         hooks = hooks_around()  # those of a checkpoint around this one, see keep
-        self.inputs = [keep(x, hooks) for x in inputs]
-        self.keywords = {name: keep(x, hooks) for name, x in keywords.items()}
-        self.cpu_state = torch.get_rng_state()  # of its random numbers
-        self.gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        self.gpu_states = [torch.cuda.get_rng_state(gpu) for gpu in self.gpus]
+        self.inputs = [keep(x, hooks) for x in leaves]
+        self.forward = forward
+        self.surroundings = surroundings(leaves)
         self.slots = []  # those to be filled, in the order of forward
 
     def pack(self, tensor):
@@ -243,17 +240,13 @@ class Rerun:
 
     @eager
     def repeat(self):
-        inputs = [again() for again in self.inputs]
-        keywords = {name: again() for name, again in self.keywords.items()}
+        leaves = [again() for again in self.inputs]
+        inputs, keywords = tree_unflatten(leaves, self.structure)
         # the second run's graph is thrown away: this unpack is never called
         filling = saved_tensors_hooks(partial(self.fill, hooks_around()), self.unpack)
-        with torch.random.fork_rng(self.gpus), suppress(Enough):
-            torch.set_rng_state(self.cpu_state)
-            for gpu, state in zip(self.gpus, self.gpu_states):
-                torch.cuda.set_rng_state(state, gpu)
-            # In backward gradients are off, but only with gradients on autograd saves tensors.
-            with torch.enable_grad(), self.autocast, filling:
-                self.forward(*inputs, **keywords)
+        # in backward gradients are off, but only with gradients on autograd saves tensors
+        with suppress(Enough), torch.enable_grad(), self.surroundings(), filling:
+            self.forward(*inputs, **keywords)
         assert not self.slots, "forward saved fewer tensors when it ran again"
 
     @eager
@@ -264,6 +257,26 @@ class Rerun:
         slot.again = keep(tensor.detach(), hooks)
         if not self.slots:
             raise Enough
+
+
+def surroundings(inputs):
+    """-> what makes a context manager: autocast and random numbers are as they are now."""
+    devices = [x.device.type for x in inputs if torch.is_tensor(x)]
+    device = next((device for device in devices if device != "cpu"), "cpu")
+    autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
+    cpu_state = torch.get_rng_state()
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    gpu_states = [torch.cuda.get_rng_state(gpu) for gpu in gpus]
+
+    @contextmanager
+    def as_now():
+        with torch.random.fork_rng(gpus), autocast:
+            torch.set_rng_state(cpu_state)
+            for gpu, state in zip(gpus, gpu_states):
+                torch.cuda.set_rng_state(state, gpu)
+            yield
+
+    return as_now
 
 
 # ---- checkpoints within checkpoints: what one keeps goes through the hooks around it
@@ -324,6 +337,8 @@ def selective(forward, *inputs, **keywords):
     ones again from them. forward does not run again. If it is compiled, torch runs it uncompiled
     here, since WriteRecipes has to see its operations.
     """
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **keywords)
     pack = partial(keep_or_recipe, hooks=hooks_around())
     with saved_tensors_hooks(pack, lambda again: again()), WriteRecipes():
         return forward(*inputs, **keywords)
@@ -391,6 +406,13 @@ def loss_in_chunks(loss_of, x, y, chunks):
     return loss
 
 
+def head_and_loss(weight, rows, targets):
+    """partial(head_and_loss, head.weight) is a loss_of, of a head without bias."""
+    logits = F.linear(rows, weight)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets, reduction="sum")
+
+
 # ---- mixed precision, without waiting
 
 # Autocast casts fp32 weights to 2 bytes in each forward. Weights in bf16 need no casts and have
@@ -398,18 +420,11 @@ def loss_in_chunks(loss_of, x, y, chunks):
 # not this file, steps fp32 masters of them.
 
 
-class FusedLossScaler:
-    """loss.backward(scaler.scale), then clip_and_step(model, optimizer, clip, scaler), as with
-    LossScaler, whose `if norm.isfinite()` has the host wait for the GPU. Here a fused optimizer
-    skips a step by itself, where its found_inf is 1 (Micikevicius 3.2). norm is that of all ranks'
+class FusedLossScaler(LossScaler):
+    """LossScaler's `if norm.isfinite()` has the host wait for the GPU. Here a fused optimizer skips
+    a step by itself, where its found_inf is 1 (Micikevicius 3.2). norm is that of all ranks'
     gradients, so that all skip, or none.
     """
-
-    interval = 2000
-
-    def __init__(self, device, scale=65536.0, good_steps=0):
-        self.scale = torch.tensor(scale, device=device)
-        self.good_steps = good_steps  # since the last overflow
 
     def step(self, optimizer, norm):
         assert optimizer.defaults.get("fused"), "take fused=True: other optimizers skip no step"
@@ -422,6 +437,21 @@ class FusedLossScaler:
         factor = torch.where(overflow, 0.5, torch.where(doubles, 2.0, 1.0))
         self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # it would stay 0 or inf for ever
         self.good_steps = torch.where(doubles, 0, good_steps)
+
+
+# ---- a step
+
+
+def train_step(model, optimizer, inputs, targets, valid, clip, accum, scaler, losses):
+    """As idea_step. losses(x, y) -> sum of a micro-batch's token losses, made under autocast."""
+    optimizer.zero_grad()
+    loss = 0.0
+    for x, y in zip(inputs.tensor_split(accum), targets.tensor_split(accum)):
+        part = losses(x, y) / valid
+        part.backward(scaler.scale if scaler else None)
+        loss = loss + part.detach()
+    sum_gradients(model.parameters())
+    return loss, clip_and_step(model, optimizer, clip, scaler)
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
@@ -438,23 +468,6 @@ def parallelize(model, checkpointing=None, loss_chunks=1):
         assert model.head.bias is None, "head_and_loss takes the weight alone"
         model.head.forward = lambda x: x  # its weight goes to head_and_loss
     return model
-
-
-def head_and_loss(weight, rows, targets):
-    """As loss_sum, of what the head reads: rows (.., C)."""
-    return loss_sum(F.linear(rows, weight), targets)
-
-
-def train_step(model, optimizer, inputs, targets, valid, clip, accum, scaler, losses):
-    """As idea_step. losses(x, y) -> the sum of a micro-batch's token losses."""
-    optimizer.zero_grad()
-    loss = 0.0
-    for x, y in zip(inputs.tensor_split(accum), targets.tensor_split(accum)):
-        part = losses(x, y) / valid
-        part.backward(scaler.scale if scaler else None)
-        loss = loss + part.detach()
-    sum_gradients(model.parameters())
-    return loss, clip_and_step(model, optimizer, clip, scaler)
 
 
 # ---- 4. at work: the same with torch's own API -------------------------------
@@ -569,25 +582,26 @@ def set_up(run, impl):
     if args.compile:
         for block in model.blocks:
             block.forward = torch.compile(block.forward)
-    if impl == "torch":
-        model = parallelize_at_work(model, args.ckpt, args.loss_chunks)
-    elif impl == "scratch":
-        model = parallelize(model, CHECKPOINT[args.ckpt], args.loss_chunks)
-    elif args.ckpt == "full":
-        for block in model.blocks:
-            recompute(block)
+    in_chunks = partial(loss_in_chunks, partial(head_and_loss, head.weight))
 
     @torch.autocast(run.device.type, dtype, enabled=dtype is not None)
     def losses(x, y):
         if args.loss_chunks == 1:
             return loss_sum(model(x), y)
-        if impl == "torch":
-            return loss_in_chunks_at_work(head.weight, model(x), y, args.loss_chunks)
-        return loss_in_chunks(partial(head_and_loss, head.weight), model(x), y, args.loss_chunks)
+        return in_chunks(model(x), y, args.loss_chunks)
 
-    step = partial(idea_step, dtype=dtype)
-    if impl != "idea":
-        step = partial(train_step_at_work if impl == "torch" else train_step, losses=losses)
+    if impl == "idea":
+        if args.ckpt == "full":
+            for block in model.blocks:
+                recompute(block)
+        step = partial(idea_step, dtype=dtype)
+    elif impl == "scratch":
+        model = parallelize(model, CHECKPOINT[args.ckpt], args.loss_chunks)
+        step = partial(train_step, losses=losses)
+    else:
+        model = parallelize_at_work(model, args.ckpt, args.loss_chunks)
+        in_chunks = partial(loss_in_chunks_at_work, head.weight)
+        step = partial(train_step_at_work, losses=losses)
     step = partial(step, accum=args.accum, scaler=scaler)
     fp16 = args.amp == "fp16"
     extra = partial(state_of, scaler) if fp16 else dict

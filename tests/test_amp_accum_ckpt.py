@@ -23,7 +23,7 @@ from conftest import (
     ROOT, SMALL, alone, check_bug_shows, check_each, check_equal, check_refused, copied,
     dry_run_agrees, idea, rewritten, run_ranks, run_script, textbook)
 from harness.ledger import Ledger
-from others import Layer, Llama, token_rows
+from others import Layer, OfTensors, llama_loss, token_rows
 from tensor_parallel import TensorParallel
 
 LLAMA = ("--model", "llama-toy")
@@ -289,6 +289,14 @@ def test_a_recipe_of_what_has_changed():
             assert_equal(gradient(wrong), gradient(plainly))
 
 
+def test_tensors_in_a_tuple_are_kept():
+    pair = torch.ones(2, requires_grad=True), torch.ones(2)
+    y = full(lambda pair: (pair[0] * pair[1]).exp(), pair)
+    pair[1].add_(1)
+    with pytest.raises(AssertionError, match="changed in place"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("first, second, words", [
     (torch.sin, lambda x: x[:2].sin(), "other tensors when it ran again"),
     (lambda x: x.exp() * x.sin(), torch.exp, "fewer tensors when it ran again"),
@@ -416,16 +424,11 @@ def test_collectives_inside():
     run_ranks(check_each, 2, check_collectives, [(selective, 2), (full, 4)])
 
 
-class LlamaOfLogits(Llama):
-    def forward(self, tokens):
-        return super().forward(tokens)["logits"]
-
-
 def check_copy(ckpt, scaled, *bug):
     """Three steps of a Llama of others, beside torch's own on one rank."""
     is_idea = ckpt == "idea"
     code = copied("amp_accum_ckpt", 1 if is_idea else 2, *bug)
-    model = LlamaOfLogits()
+    model = OfTensors()
     plain = copy.deepcopy(model)
     for layer in model.layers:
         if is_idea:
@@ -442,24 +445,18 @@ def check_copy(ckpt, scaled, *bug):
     for _ in range(3):
         x, y = token_rows(rng, 8)
         judge.zero_grad()
-        loss_sum(plain(x), y).backward()
+        llama_loss(plain, x, y).backward()
         wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
         judge.step()
         if is_idea:
             _, norm = code.idea_step(model, optimizer, x[rows], y[rows], 1, 0.05, 2, None, scaler)
         else:
-            norm = step_of_a_copy(code, model, optimizer, x[rows], y[rows], scaler)
+            losses = partial(llama_loss, model)
+            _, norm = code.train_step(
+                model, optimizer, x[rows], y[rows], 1, 0.05, 3, scaler, losses)
         assert_equal(norm, wanted)
         assert_equal(gradients_of(model), gradients_of(plain))
     assert_equal([*model.parameters()], [*plain.parameters()])
-
-
-def step_of_a_copy(code, model, optimizer, x, y, scaler):
-    optimizer.zero_grad()
-    for rows, targets in zip(x.tensor_split(3), y.tensor_split(3)):
-        loss_sum(model(rows), targets).backward(scaler and scaler.scale)
-    code.sum_gradients(model.parameters())
-    return code.clip_and_step(model, optimizer, 0.05, scaler)
 
 
 PLANTED_IN_A_COPY = [
@@ -617,10 +614,10 @@ def test_planted_in_the_idea(old, new):
 
 
 @pytest.mark.parametrize("how, old, new", [
-    ("full", "            torch.set_rng_state(self.cpu_state)\n", ""),
-    ("full", "torch.random.fork_rng(self.gpus), ", ""),
+    ("full", "            torch.set_rng_state(cpu_state)\n", ""),
+    ("full", "torch.random.fork_rng(gpus), ", ""),
     ("full", ".requires_grad_(requires_grad)", ".requires_grad_(False)"),
-    ("full", "torch.enable_grad(), self.autocast", "self.autocast"),
+    ("full", "torch.enable_grad(), ", ""),
     ("full", "        if not self.slots:", "        if len(self.slots) < 2:"),
     ("selective", "        return self.result\n", "        return 2 * self.result\n"),
 ])
