@@ -14,10 +14,12 @@
     stages = carve(model, chain, [2, 2])  # of two layers each
     hybrid = Hybrid(stages, plans, mesh, tp, layers=model.blocks, head=model.head, zero=1)
     optimizer = AdamW(hybrid.parameter_groups(), lr=1e-3)
-    loss, norm = train_step(hybrid, optimizer, x, y, valid, clip=1.0)  # loss: this rank's part
+    loss, norm = train_step(hybrid, optimizer, x, y, valid, clip=1.0)
+    assert_alike(hybrid, x, y)  # once, after the first step
 
-cut_model is tensor_parallel.py's, carve pipeline_parallel.py's. x, y: the rows of copy number
-mesh.place["dp"], the same on all its ranks. In bf16 Hybrid wants reduce_dtype=torch.float32.
+cut_model and its plan are tensor_parallel.py's, make_plans, Chain and carve pipeline_parallel.py's.
+x, y: the rows of copy number mesh.place["dp"], the same on all its ranks. loss is this rank's part:
+an all-reduce over all ranks makes it whole. In bf16 Hybrid wants reduce_dtype=torch.float32.
 print(hybrid) says what becomes of each gradient. docs/your-model.md has whole programs.
 
 B sequences of T words make a step, in M micro-batches. L layers have width C, H heads, K with keys
@@ -48,13 +50,16 @@ from torch.autograd.function import once_differentiable
 import tensor_parallel
 from common import loss_sum
 from pipeline_parallel import (
-    IdeaOfPipeline, Mail, SplitLinear, SplitPipeline, gather, homes, idea_plan, make_links,
-    make_plans, run_pipeline, split_linear)
+    Mail, SplitLinear, SplitPipeline, gather, homes, make_links, make_plans, split_linear)
 from tensor_parallel import (
-    ColumnLinear, ColumnParallel, Cut, RowLinear, SequenceParallel, TensorParallel,
-    cross_entropy_by_words, vocab_parallel_cross_entropy)
+    ColumnLinear, ColumnParallel, Cut, RowLinear, SequenceParallel, TensorParallel, assert_same,
+    vocab_parallel_cross_entropy)
 from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, units_of
 from zero import load_full_state_dict as load_parts
+
+# part 1 alone
+from pipeline_parallel import IdeaOfPipeline, idea_plan, run_pipeline
+from tensor_parallel import cross_entropy_by_words
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import math
@@ -182,7 +187,7 @@ def run_microbatches(model, x, y, valid):
     return run_pipeline(pipeline, plan, inputs, loss_of)
 
 
-# ---- 2. the technique (copy down to part 3, without the imports for parts 3 to 5)
+# ---- 2. the technique (copy this; of part 1 it takes nothing) ----------------
 
 # It needs common.py, pipeline_parallel.py, tensor_parallel.py and zero.py; to recompute layers also
 # amp_accum_ckpt.py, for cp context_parallel.py, for experts moe.py. The whole file imports all six.
@@ -225,7 +230,8 @@ class Mesh:
     def __init__(self, plans, dp=1, cp=1, tp=1, ep=1):
         pp = len(plans)
         ranks = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
-        assert ranks.numel() == dist.get_world_size(), f"{list(ranks.shape)} are not all the ranks"
+        assert ranks.numel() == dist.get_world_size(), (
+            f"pp {pp} x dp {dp} x cp {cp} x tp {tp} are not all {dist.get_world_size()} ranks")
         place = (ranks == dist.get_rank()).nonzero()[0].tolist()
         self.place = dict(zip(("pp", "dp", "cp", "tp"), place))
         self.pipelines = ranks.flatten(1).T.tolist()  # a list of ranks for each pipeline
@@ -304,6 +310,7 @@ def table_of(stages, tp, zero):
                     kind += ", tied"
                     fate = {**fate, "ends": "sum"}
                 table.setdefault(p, Row(name, kind, fate))
+    assert tp.size == 1 or table.keys() & tp.cuts.keys(), "cut_model comes before carve"
     return table
 
 
@@ -394,11 +401,12 @@ class Hybrid(nn.Module):
             x = x[:, tokens]
             y = y[:, tokens]
         M = self.pipeline.microbatches
-        length = x.shape[1]
+        rows, length = x.shape
         cuts = self.tp.size if isinstance(self.tp, SequenceParallel) else 1
-        assert len(x) % M == 0 and length % cuts == 0, (
-            f"{len(x)} rows, T {length}: pad to multiples of {M} and {cuts}, with targets of -100")
-        self.pipeline.mail.size = torch.Size((len(x) // M, length // cuts, self.width))
+        assert cuts == 1 or self.cut_of_head, "SequenceParallel: cut the head, too"
+        assert rows % M == 0 and length % cuts == 0, (
+            f"{rows} rows, T/cp {length}: pad to multiples of {M} and {cuts}, with targets of -100")
+        self.pipeline.mail.size = torch.Size((rows // M, length // cuts, self.width))
         targets = y.chunk(M)
 
         def loss_of(logits, m):
@@ -439,6 +447,7 @@ class Hybrid(nn.Module):
             mine = {}
             for name, t in stage.state_dict(keep_vars=True).items():
                 known = self.table[t].name if t in self.table else name
+                assert known in state, f"{known} is missing"
                 mine[name] = self.shard(t, state[known])
             load_parts(stage, self.copies, mine)
 
@@ -514,6 +523,20 @@ def gradient_norm(model):
     return square.sqrt()
 
 
+def assert_alike(model, x, y):
+    """Once, after the first train_step, with its x and y: raises if the ranks of a copy have got
+    different rows, or if ranks of tp have different gradients of what is the same on all. Then the
+    plan lacks an `inside`, or they have drawn different dropout."""
+    same = {"x": x.double(), "y": y.double()}
+    for axis in ("pp", "cp"):
+        assert_same(same, model.group[axis])
+    for part in model.copies.parts:
+        row = model.table[part.parameter]
+        if row.fate["tp"] == "same":
+            same[row.name] = part.grad
+    assert_same(same, model.group["tp"])
+
+
 def evaluate(model, x, y):
     """-> this rank's part of the sum of token losses."""
     inputs, loss_of = model.in_microbatches(x, y, 1)
@@ -536,7 +559,7 @@ class ZeRO0(ZeRO1):
 
     def start_sum(self, unit):
         # partial -> replicated
-        unit.reducing = dist.all_reduce(unit.buffer, group=self.group, async_op=True)
+        return dist.all_reduce(unit.buffer, group=self.group, async_op=True)
 
     def renew(self, unit):
         pass

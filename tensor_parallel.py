@@ -633,12 +633,18 @@ def gradient_norm(model, tp):
 def assert_alike(model, tp):
     """Once, after the first sum_gradients: raises where ranks have different gradients of what is
     whole. Then the plan lacks an `inside`, or ranks have drawn different dropout."""
-    for name, p in model.named_parameters():
-        if p not in tp.cuts and p.grad is not None:
-            ends = torch.stack([p.grad, -p.grad])
-            dist.all_reduce(ends, dist.ReduceOp.MAX, tp.group)  # each rank's own -> the largest
-            spread = ends.sum(0).norm()  # of largest - smallest
-            assert spread <= 1e-3 * p.grad.norm(), f"{name}: ranks have different gradients"
+    found = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    assert found, "no gradients here: hybrid_3d.py has its own assert_alike"
+    assert_same({name: p.grad for name, p in found.items() if p not in tp.cuts}, tp.group)
+
+
+def assert_same(tensors, group):
+    """{name: tensor}, of gradients, or x.double()."""
+    for name, t in tensors.items():
+        ends = torch.stack([t, -t])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group)  # each rank's own -> the largest
+        spread = ends.sum(0).norm()  # of largest - smallest
+        assert spread <= 1e-3 * t.norm(), f"{name} differs between ranks"
 
 
 # ---- whole tensors

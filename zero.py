@@ -32,8 +32,8 @@ Not for: models cut by tensor_parallel.py, experts of moe.py (hybrid_3d.py combi
 LAMB, Adafactor (see harness/whole.py), optimizers that count a group's steps (see step_at_once);
 weights stepped between forward and backward; blocks of several dtypes or with one weight; sparse
 embeddings; second derivatives; backwards that raise, or of two models; reentrant checkpointing;
-weights thawed later. Unused ones get gradients of 0. In stage 3 blocks return one tensor, ranks
-call them in one order (generate: until the longest ends), autocast keeps bf16 weights.
+weights thawed later; GradScaler. Unused ones get gradients of 0. In stage 3 blocks return one
+tensor, ranks call them in one order, and as often (also to generate), autocast keeps bf16 weights.
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
 At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stage 3; stage 2's traffic), part 4 below.
@@ -147,7 +147,8 @@ class Unit:
     """
 
     def __init__(self, parameters, sites, ranks, rank, reduce_dtype):
-        assert len({p.dtype for p in parameters}) == 1, "make a unit for each dtype"
+        assert len({p.dtype for p in parameters}) == 1, (
+            "a unit of several dtypes: ZeRO1 and ZeRO2 can have one for each")
         self.sites = sites  # the modules whose forwards read the parameters
         self.shapes = {p: p.shape for p in parameters}  # in order; in ZeRO3 p is empty at times
         self.spans = {}  # {parameter: where it lies in full and in buffer}
@@ -162,9 +163,9 @@ class Unit:
         for p, place in self.places.items():
             place.copy_(p.detach())
             p.data = place
+        self.shard = self.full[self.mine]
         self.buffer = None  # see make_buffer
         self.reduce_dtype = reduce_dtype or self.full.dtype  # of buffer and grad
-        self.reducing = None  # the sum of buffer over ranks that is under way
         self.gathering = None  # the all-gather into full that is under way
 
     def views(self, flat):
@@ -187,12 +188,35 @@ class Unit:
             self.gathering.wait()
             self.gathering = None
 
+    # -- where full comes and goes, in ZeRO3
+
+    def fetch(self, group):
+        """Begins to gather the unit, unless it is here or on its way."""
+        memory = self.full.untyped_storage()
+        if memory.nbytes() == 0:
+            memory.resize_(self.full.nbytes)
+            for p, place in self.places.items():
+                # By .data p gets full's memory, but not its version counter, by which autograd
+                # would take each gather for a change of p, and refuse to go backward.
+                p.data = place
+            self.full[self.mine] = self.shard
+            self.gather(group)
+
+    def free(self):
+        """Memory goes from under all views of full, also those that autograd keeps for backward."""
+        self.wait()  # not while a collective writes into it
+        self.full.untyped_storage().resize_(0)
+        for p, place in self.places.items():
+            # Empty, but with as many dims as before (a scalar gets one): autograd wants a gradient
+            # to have as many, and users make groups by p.dim()
+            p.data = torch.atleast_1d(place)[:0]
+
 
 # What a rank steps of a parameter p, see ZeRO1.cut: p.flatten()[first:first + len(value)].
 # value    these numbers, in its unit's shard
 # grad     their gradients, in its unit's grad
-# master   the nn.Parameter that the optimizer steps: it has value's memory, or, where value is bf16
-#          or offloaded, a copy in fp32 or on the CPU
+# master   the nn.Parameter that the optimizer steps: it has value's memory; where the optimizer is
+#          offloaded, or value is bf16, it is a copy on the CPU, or in fp32
 Part = namedtuple("Part", "parameter first value grad master")
 
 
@@ -225,23 +249,17 @@ class ZeRO1:
         self.now = "zeroed"  # then "adding" gradients, "summed", "stepping", "stepped": for asserts
         self.units = []
         for parameters, sites in units:
-            known = any(hasattr(p, "stepped_by") for p in parameters)
-            assert not known, "parameters of two units, or of another ZeRO: make the model anew"
+            guard(parameters, sites)  # only refuses
             unit = Unit(parameters, sites, *self.place_of_rank(), reduce_dtype)
             dist.broadcast(unit.full, group=group, group_src=0)  # the first rank's -> replicated
             self.keep(unit)
             self.cut(unit)
             self.units.append(unit)
-            for site in sites:
-                site.register_load_state_dict_pre_hook(refuse_load)
             for p in parameters:
                 p.grad = None  # left from before: it is of no step here
                 p.register_post_accumulate_grad_hook(partial(self.ready, unit))
-                p.stepped_by = None  # for refuse_step: no optimizer steps it
-            for part in unit.parts:
-                part.master.stepped_by = self  # for refuse_step: optimizers do, within step()
         self.parts = [part for unit in self.units for part in unit.parts]
-        self.summing = None  # the Unit whose sum is under way
+        self.summing = None  # (unit, work): the sum that is under way
         self.expect_gradients()
 
     # -- what a rank keeps of a unit between uses, see Unit, and how it is cut into parts
@@ -251,9 +269,8 @@ class ZeRO1:
         return dist.get_world_size(self.group), dist.get_rank(self.group)
 
     def keep(self, unit):
-        """Makes shard and grad."""
+        """Makes grad."""
         unit.make_buffer()
-        unit.shard = unit.full[unit.mine]
         unit.grad = unit.buffer[unit.mine]
 
     def cut(self, unit):
@@ -271,6 +288,7 @@ class ZeRO1:
                 here = slice(low - unit.mine.start, high - unit.mine.start)  # in shard and grad
                 value = unit.shard[here]
                 master = nn.Parameter(unit.masters[here])
+                master.stepped_by = self  # for refuse_step
                 unit.parts.append(Part(p, low - span.start, value, unit.grad[here], master))
 
     # -- gradients: a unit's are summed while backward makes those of the unit before it
@@ -305,19 +323,19 @@ class ZeRO1:
         """Ends the sum that is under way, if any, and begins the next one, if any is left: so two
         units' buffers have memory at most, if all parameters are used."""
         if self.summing:
-            self.summing.reducing.wait()
-            self.summing.reducing = None
-            self.keep_sum(self.summing)
+            unit, work = self.summing
+            work.wait()
+            self.keep_sum(unit)
             self.summing = None
         if self.pending:
-            self.summing = self.pending.pop(0)
-            self.summing.make_buffer()  # this rank may have used nothing of the unit
-            self.start_sum(self.summing)
+            unit = self.pending.pop(0)
+            unit.make_buffer()  # this rank may have used nothing of the unit
+            self.summing = unit, self.start_sum(unit)
 
     def start_sum(self, unit):
         own = unit.buffer[unit.mine]
         # partial -> sharded, in place: the sum replaces this rank's chunk
-        unit.reducing = reduce_scatter(own, unit.buffer, group=self.group, async_op=True)
+        return reduce_scatter(own, unit.buffer, group=self.group, async_op=True)
 
     def keep_sum(self, unit):
         """grad, a view of buffer, is the sum now. This rank's summands of other chunks have been
@@ -413,7 +431,6 @@ class ZeRO2(ZeRO1):
     """Gradients are cut, too: a unit has a buffer only from its first gradient to its sum."""
 
     def keep(self, unit):
-        unit.shard = unit.full[unit.mine]
         # buffers come and go: their sums are added up here
         unit.grad = torch.zeros_like(unit.shard, dtype=unit.reduce_dtype)
 
@@ -447,7 +464,7 @@ class ZeRO3(ZeRO2):
         super().keep(unit)
         home = "cpu" if self.offload == "param" else unit.full.device
         unit.shard = unit.shard.to(home, copy=True)  # it stays when full goes
-        self.free(unit)
+        unit.free()
 
     def __deepcopy__(self, memo):  # a copied model comes here by its hooks
         raise RuntimeError("in stage 3 parameters are empty: copy the model before ZeRO3")
@@ -463,38 +480,17 @@ class ZeRO3(ZeRO2):
         """Forward or backward has come to a unit: free the last, gather this, prefetch the next."""
         visit = len(self.entered)
         if visit > 0 and self.entered[-1] is not unit:
-            self.free(self.entered[-1])
-        self.fetch(unit)
+            self.entered[-1].free()
+        unit.fetch(self.group)
         unit.wait()
         self.entered.append(unit)
         # The micro-batch before entered expected[visit + 1] after this unit. It travels meanwhile.
         if visit + 1 < len(self.expected) and self.expected[visit] is unit:
-            self.fetch(self.expected[visit + 1])
-
-    def fetch(self, unit):
-        """Begins to gather a unit, unless it is here or on its way."""
-        memory = unit.full.untyped_storage()
-        if memory.nbytes() == 0:
-            memory.resize_(unit.full.nbytes)
-            for p, place in unit.places.items():
-                # By .data p gets full's memory, but not its version counter, by which autograd
-                # would take each gather for a change of p, and refuse to go backward.
-                p.data = place
-            unit.full[unit.mine] = unit.shard
-            unit.gather(self.group)
-
-    def free(self, unit):
-        """Memory goes from under all views of full, also those that autograd keeps for backward."""
-        unit.wait()  # not while a collective writes into it
-        unit.full.untyped_storage().resize_(0)
-        for p, place in unit.places.items():
-            # Empty, but with as many dims as before (a scalar gets one): autograd wants a gradient
-            # to have as many, and users make groups by p.dim()
-            p.data = torch.atleast_1d(place)[:0]
+            self.expected[visit + 1].fetch(self.group)
 
     def end_micro_batch(self):
         for unit in self.units:
-            self.free(unit)  # the last one, and what an evaluation has left
+            unit.free()  # the last one, and what an evaluation has left
         self.entered = []
 
     def zero_grad(self):
@@ -508,7 +504,7 @@ class ZeRO3(ZeRO2):
 
     def renew(self, unit):
         """An evaluation may have left old numbers in full. The next use gathers the new ones."""
-        self.free(unit)
+        unit.free()
 
 
 # -- around the ladder
@@ -605,12 +601,21 @@ def load_full_state_dict(model, zero, state):
 # -- mistakes that nobody would see
 
 
+def guard(parameters, sites):
+    for p in parameters:
+        known = hasattr(p, "stepped_by")
+        assert not known, "parameters of two units, or of another ZeRO: make the model anew"
+        p.stepped_by = None  # for refuse_step: no optimizer steps it
+    for site in sites:
+        site.register_load_state_dict_pre_hook(refuse_load)
+
+
 def refuse_step(optimizer, *_):
     """torch calls it before every step of every optimizer, once this file is imported. One that has
     the model's own parameters, or is stepped without zero.step(), would change nothing."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     zeros = {p.stepped_by for p in params if hasattr(p, "stepped_by")}
-    assert None not in zeros, "make the optimizer of zero.parameter_groups()"
+    assert None not in zeros, "make the optimizer of the parameter_groups() of ZeRO, or Hybrid"
     is_called_by_zero = any(zero.now == "stepping" for zero in zeros)
     assert is_called_by_zero or not zeros, "call zero.step(optimizer), not optimizer.step()"
     others = any(not hasattr(p, "stepped_by") for p in params)

@@ -118,10 +118,10 @@ def into(owner, name, when, bug):
         def broken(self, *args):
             if when == "before":
                 bug(self, *args)
-            if when != "instead":
-                method(self, *args)
+            made = None if when == "instead" else method(self, *args)
             if when != "before":
                 bug(self, *args)
+            return made
         setattr(getattr(module, owner), name, broken)
     return plant
 

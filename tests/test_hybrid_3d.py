@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 import hybrid_3d
 import moe
+import tensor_parallel
 from amp_accum_ckpt import full
 from common import adamw, loss_sum, share
 from conftest import (
@@ -26,7 +27,8 @@ from conftest import (
 from harness.flags import arguments
 from harness.prove import prove
 from others import (
-    MLP, WIDTH, Llama, bf16_llama, bf16_rows, compare, compare_fp32, trained, whole_batch)
+    MLP, WIDTH, Llama, bf16_llama, bf16_rows, compare, compare_fp32, token_rows, trained,
+    whole_batch)
 from pipeline_parallel import Chain, carve, homes, make_plans, split_layers
 from tensor_parallel import (
     ColumnLinear, RowLinear, SequenceParallel, TensorParallel, VocabEmbedding, cut_model, inside,
@@ -473,6 +475,45 @@ def test_two_models():
     run_ranks(check_two_models, 4)
 
 
+def all_say(judge):
+    """-> what it raises on all ranks together, since each has other parts."""
+    said = ""
+    try:
+        judge()
+    except AssertionError as error:
+        said = str(error)
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, said)
+    return "".join(of_ranks)
+
+
+def check_alike():
+    """An `inside` that the plan forgets, and rows that differ, show in nothing else."""
+    plans = make_plans("1f1b", 1, 2)
+    forgetful = {name: kind for name, kind in LLAMA.items() if kind is not inside}
+    torch.manual_seed(dist.get_rank())
+    for zero, (plan, rows, words) in enumerate([
+            (LLAMA, "same", "^$"), (forgetful, "same", "[qk]_norm.weight differs"),
+            (LLAMA, "other", "x differs between ranks")]):
+        mesh = hybrid_3d.Mesh(plans, dp=2, tp=2)
+        tp = TensorParallel(mesh.group["tp"])
+        model = cut_model(make(), tp, plan)
+        hybrid = hybrid_3d.Hybrid(carve(model, CHAIN, [4]), plans, mesh, tp, layers=model.layers,
+                                  head=model.lm_head, zero=zero)
+        optimizer = adamw(hybrid.parameter_groups(), 1e-2)
+        seed = mesh.place["dp"] if rows == "same" else dist.get_rank()
+        x, y = token_rows(torch.Generator().manual_seed(seed), 4)
+        hybrid_3d.train_step(hybrid, optimizer, x, y, 1, 1.0)
+        said = all_say(partial(hybrid_3d.assert_alike, hybrid, x, y))
+        assert re.search(words, said), f"{zero}: {said}"
+        with pytest.raises(AssertionError, match="hybrid_3d.py has its own"):
+            tensor_parallel.assert_alike(hybrid, tp)
+
+
+def test_alike():
+    run_ranks(check_alike, 4)
+
+
 def check_transformers(block):
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -536,7 +577,7 @@ def test_ten_files_alone(tmp_path):
 
 
 def check_asserts():
-    with pytest.raises(AssertionError, match="are not all the ranks"):
+    with pytest.raises(AssertionError, match="cp 1 x tp 1 are not all 2 ranks"):
         hybrid_3d.Mesh(make_plans("1f1b", 1, 2))
     with pytest.raises(AssertionError, match="experts with tp > 1 want SequenceParallel"):
         next(parallel(dict(tp=2), experts=True))
@@ -558,7 +599,7 @@ def check_asserts():
     x, y = [torch.cat(rows) for rows in zip(*bf16_rows()[:4])]
     hybrid.pipeline.step(*hybrid.in_microbatches(x, y, 1))
     hybrid.copies.reduce()
-    with pytest.raises(AssertionError, match="3 rows, T .*multiples of 4 and 1"):
+    with pytest.raises(AssertionError, match="3 rows, T/cp 8: pad to multiples of 4 and 1"):
         hybrid.in_microbatches(x[:3], y[:3], 1)
     with pytest.raises(AssertionError, match="copies sum once a step"):
         hybrid.pipeline.step(*hybrid.in_microbatches(x, y, 1))

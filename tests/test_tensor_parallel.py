@@ -249,7 +249,7 @@ def check_alike():
         model.layers[0].register_forward_hook(lambda layer, inputs, y, p=p: F.dropout(y, p))
         backward(model(BATCH[0]), BATCH[1], tp)
         section.sum_gradients(model, tp)
-        with pytest.raises(AssertionError, match=f"{name}: ranks have different gradients"):
+        with pytest.raises(AssertionError, match=f"{name} differs between ranks"):
             section.assert_alike(model, tp)
 
 

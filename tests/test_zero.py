@@ -98,8 +98,8 @@ PLANTED = [
     (check_copy, "1", "self.arrived.add(p)", "self.arrived.update(unit.shapes)"),
     (check_copy, "1 each", "unit.buffer[:unit.mine.start].zero_()", "pass"),
     (check_copy, "1 each", "unit.buffer[unit.mine.stop:].zero_()", "unit.grad.div_(2)"),
-    (check_copy, "3", "unit.full[unit.mine] = unit.shard", "pass"),
-    (check_copy, "3", "unit.gather(self.group)\n\n    def free", "pass\n\n    def free"),
+    (check_copy, "3", "self.full[self.mine] = self.shard", "pass"),
+    (check_copy, "3", "self.gather(group)\n\n    def free", "pass\n\n    def free"),
     (check_copy, "2", "dist.all_reduce(square, group=self.group)  # partial -> replicated\n"
      "        norm = square.sqrt()\n        if", "norm = square.sqrt()\n        if"),
     (check_copy, "1", "dist.broadcast(unit.full, group=group, group_src=0)", "pass"),
@@ -205,7 +205,7 @@ def check_fp32_sums(stage):
 
 def check_overlap():
     """A unit is gathered before the one in front of it computes; sums begin during backward, and
-    two units at most have memory. Between steps a parameter is empty, and to read it is safe."""
+    two units at most have memory. Between steps a parameter is empty: to read it is safe."""
     module = copied("zero")
     model = Llama(layers=2)
     begun = []  # [(what, of which unit)]
@@ -214,24 +214,25 @@ def check_overlap():
     def has_memory(unit):
         return unit.full.untyped_storage().size() > 0
 
-    def note(what, zero, unit):
-        if what == "sum" or not has_memory(unit):
-            begun.append((what, zero.units.index(unit)))
+    def before_gather(unit, group):
+        if not has_memory(unit):
+            begun.append(("gather", ours.units.index(unit)))
 
-    def count(what, zero, unit):
-        has = has_memory if what == "gather" else lambda unit: unit.buffer is not None
-        most.append(sum(map(has, zero.units)))
+    def before_sum(zero, unit):
+        begun.append(("sum", zero.units.index(unit)))
 
-    for what, name in ("gather", "fetch"), ("sum", "start_sum"):
-        into("ZeRO3", name, "before", partial(note, what))(module)
-        into("ZeRO3", name, "after", partial(count, what))(module)
+    def count(*_):
+        most.append(sum(map(has_memory, ours.units)))
+        most.append(sum(unit.buffer is not None for unit in ours.units))
+
+    for owner, name, note in ("Unit", "fetch", before_gather), ("ZeRO3", "start_sum", before_sum):
+        into(owner, name, "before", note)(module)
+        into(owner, name, "after", count)(module)
     ours = module.ZeRO3(module.units_of(model, model.layers))
     for _ in range(2):
         assert all(p.numel() == p.clone().numel() == 0 for p in model.parameters())
         with pytest.raises(AssertionError, match="full_parameters"):
             model.state_dict()
-        with pytest.raises(RuntimeError, match="before ZeRO3"):
-            copy.deepcopy(model)
         ours.zero_grad()
         begun.clear()
         llama_loss(model, *mine(ROWS)).backward()
@@ -241,6 +242,8 @@ def check_overlap():
         ("gather", 0), ("gather", 1), ("gather", 2), ("gather", 3), ("gather", 2), ("sum", 3),
         ("gather", 1), ("sum", 2), ("sum", 1), ("sum", 0)]
     assert max(most) == 2
+    with pytest.raises(RuntimeError, match="before ZeRO3"):
+        copy.deepcopy(model)
 
 
 def test_overlap_and_fp32_sums():
@@ -309,7 +312,7 @@ def check_misuse(stage):
 
 def refuse_later(stage, model, ours, optimizer, of_model):
     refuses("not optimizer.step", optimizer.step)
-    refuses("of zero.parameter_groups", of_model.step)
+    refuses("of the parameter_groups", of_model.step)
     refuses("or of another ZeRO", ladder(zero)[stage], zero.units_of(model, model.layers))
     ours.step(optimizer)
     optimizer.zero_grad()
@@ -328,7 +331,7 @@ def refuse_later(stage, model, ours, optimizer, of_model):
         model.float().double()  # all is as before, but elsewhere
         refuses("before ZeRO", llama_loss(model, *ROWS).backward)
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).float())]
-    refuses("each dtype", zero.ZeRO1, [(mixed, [])])
+    refuses("one for each", zero.ZeRO1, [(mixed, [])])
 
 
 def check_frozen_later(stage):
