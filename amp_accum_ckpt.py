@@ -14,7 +14,8 @@
         with torch.autocast("cuda", torch.bfloat16):  # float16 wants a scaler besides: idea_step
             loss = loss_sum(model(inputs), targets) / valid  # targets of all ranks' batches
         loss.backward()
-    sum_gradients(model.parameters())  # if there are several ranks; then clip_and_step
+    sum_gradients(model.parameters())  # of ranks that have begun alike: ddp.py's begin_alike
+    clip_and_step(model.parameters(), optimizer, 1.0, scaler=None)
 
 Bytes on a CPU (CUDA's RMSNorm keeps less). P parameters, V words, C width; Llama's form: F width of
 the MLP, K key-value heads, D their width:
@@ -104,15 +105,15 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         dist.all_reduce(p.grad)  # partial -> replicated
-    return loss, clip_and_step(model, optimizer, clip, scaler)
+    return loss, clip_and_step(trained, optimizer, clip, scaler)
 
 
-def clip_and_step(model, optimizer, clip, scaler):  # clip: math.inf for none. -> the norm before
+def clip_and_step(parameters, optimizer, clip, scaler):  # clip: math.inf for none -> the norm
+    trained = [p for p in parameters if p.grad is not None]
     if scaler:
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad /= scaler.scale
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for p in trained:
+            p.grad /= scaler.scale
+    norm = nn.utils.clip_grad_norm_(trained, clip)  # as it was
     if scaler:
         scaler.step(optimizer, norm)
     else:
@@ -317,7 +318,8 @@ def keep(x, hooks):
 
 aten = torch.ops.aten
 # Add the cheap operations of your model: results of what is not named are kept. Such as make one
-# tensor of tensors (no list of them, as split and cat), without random numbers (no dropout).
+# tensor of tensors (no list of them, as split and cat), without random numbers (no dropout). A
+# norm that is written by hand, as transformers', wants aten.pow.Tensor_Scalar, mean.dim, rsqrt.
 CHEAP = {
     aten.native_layer_norm.default, aten._fused_rms_norm.default, aten.mul.Tensor,
     aten.gelu.default, aten.silu.default,
@@ -423,7 +425,7 @@ def head_and_loss(weight, rows, targets):
 class FusedLossScaler(LossScaler):
     """LossScaler's `if norm.isfinite()` has the host wait for the GPU. Here a fused optimizer skips
     a step by itself, where its found_inf is 1 (Micikevicius 3.2). norm is that of all ranks'
-    gradients, so that all skip, or none.
+    gradients, so that all skip, or none. To be saved: float(scale), int(good_steps).
     """
 
     def step(self, optimizer, norm):
@@ -451,7 +453,7 @@ def train_step(model, optimizer, inputs, targets, valid, clip, accum, scaler, lo
         part.backward(scaler.scale if scaler else None)
         loss = loss + part.detach()
     sum_gradients(model.parameters())
-    return loss, clip_and_step(model, optimizer, clip, scaler)
+    return loss, clip_and_step(model.parameters(), optimizer, clip, scaler)
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------

@@ -222,6 +222,7 @@ class ContextParallel:
         self.group = group  # None: the world
         self.cp_rank = dist.get_rank(group)
         self.cp = dist.get_world_size(group)
+        assert self.cp_rank >= 0, "this rank is not in the group"
 
     @staticmethod
     def chunks(rank, cp):
@@ -239,6 +240,13 @@ class ContextParallel:
         assert T % count == 0, f"{T} tokens do not divide into {count} chunks: pad the end"
         by_chunk = torch.arange(T, device=device).view(count, -1)
         return torch.cat([by_chunk[chunk] for chunk in chunks])
+
+    def refuse(self, q, k, documents):
+        """What some kernels would not refuse."""
+        T = self.cp * q.shape[2]
+        assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads of q for {k.shape[1]} of k"
+        assert documents is None or documents.shape[1:] == (T,), (
+            f"documents {tuple(documents.shape)}: (B, T), of all {T} tokens of each sequence")
 
 
 def early_and_late(rank, cp):
@@ -276,6 +284,7 @@ class Blockwise(ContextParallel):
 
     def attend(self, q, k, v, documents=None):
         """As the idea's. Every rank calls it, with equal shapes."""
+        self.refuse(q, k, documents)
         q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
         with torch.autocast(q.device.type, enabled=False):  # it would make bf16 of fp32 scores
             return BlockwiseAttention.apply(q, torch.stack([k, v]), documents, self)
@@ -474,6 +483,7 @@ class Ulysses(ContextParallel):
     def attend(self, q, k, v, documents=None):
         """As the idea's; the heads of q and those of k and v must be multiples of cp."""
         assert k.shape[1] % self.cp == 0, f"{k.shape[1]} heads of k for {self.cp} ranks: take Ring"
+        self.refuse(q, k, documents)
         # (B, H, T/cp, D) -> (B, H/cp, T, D). RoPE may have made fp32 of q and k
         q, k, v = [AllToAll.apply(x.to(v.dtype), 2, 1, self.group) for x in (q, k, v)]
         mask = None
@@ -489,7 +499,8 @@ class Ulysses(ContextParallel):
 
 
 def sum_gradients(parameters, group=None):
-    """Once a step, after the last backward. What no rank has used gets gradients of 0."""
+    """Once a step, after the last backward. What no rank has used gets gradients of 0. It is the
+    same as amp_accum_ckpt.py's."""
     trained = [p for p in parameters if p.requires_grad]
     for p in trained:
         if p.grad is None:  # not used by this rank's tokens; the others wait for its summand

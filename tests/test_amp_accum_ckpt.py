@@ -460,10 +460,10 @@ def check_copy(ckpt, scaled, *bug):
 
 
 PLANTED_IN_A_COPY = [
-    ("idea", True, "                p.grad /= scaler.scale", "                pass"),
+    ("idea", True, "            p.grad /= scaler.scale", "            pass"),
     ("full", False, "    dist.all_reduce(flat, group=group)", "    pass"),
     ("full", False, "        p.grad.copy_(part.view_as(p))", "        pass"),
-    ("selective", True, "                p.grad /= scaler.scale", "                pass"),
+    ("selective", True, "            p.grad /= scaler.scale", "            pass"),
 ]
 
 
@@ -605,8 +605,8 @@ def test_a_resumed_run_has_the_scale(tmp_path, impl):
     ("/ valid\n", "/ (y >= 0).sum()\n"),
     ("*torch.autograd.grad(y, (*parameters, x), dy)",
      "*torch.autograd.grad(y, parameters, dy), dy"),
-    ("norm = nn.utils.clip_grad_norm_(model.parameters(), clip)",
-     "norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])"),
+    ("norm = nn.utils.clip_grad_norm_(trained, clip)",
+     "norm = nn.utils.get_total_norm([p.grad for p in trained])"),
     ("    optimizer.zero_grad()\n", ""),
 ])
 def test_planted_in_the_idea(old, new):

@@ -2,6 +2,7 @@
 somebody else, and attention alone."""
 import re
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -198,6 +199,60 @@ def check_parts_one_and_two():
 def test_copy():
     """Accumulation, clipping, recomputation, a tied weight, a frozen one; documents; autocast."""
     run_ranks(check_parts_one_and_two, 2)
+
+
+def check_asserts():
+    q, k = [torch.ones(1, heads, 4, 8) for heads in (4, 2)]
+    for ranks in Zigzag(), Ulysses():
+        for k_of, documents, words in (
+            (torch.ones(1, 6, 4, 8), None, "4 heads of q for 6 of k"),
+            (k, torch.ones(1, 4), r"documents \(1, 4\).* all 8 tokens"),
+            (k, torch.ones(1, 1, 8, 8), r"documents \(1, 1, 8, 8\)"),
+        ):
+            with pytest.raises(AssertionError, match=words):
+                ranks.attend(q, k_of, k_of, documents)
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.raises(AssertionError, match="not in the group"):
+            Zigzag(group)
+
+
+def test_asserts():
+    run_ranks(check_asserts, 2)
+
+
+def loss_of_theirs(model, x, y):
+    return loss_sum(model(x, use_cache=False).logits, y)
+
+
+def check_transformers(block):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=88, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    torch.manual_seed(0)
+    plain = Qwen3ForCausalLM(Qwen3Config(**sizes)).double()
+    ring = Zigzag()
+    own = ring.positions(8)
+    x, y = micro_batches(0)[0]
+    loss_of_theirs(plain, x, y).backward()
+    model = Qwen3ForCausalLM(plain.config).double()
+    model.load_state_dict(plain.state_dict())
+    names = dict(model=model, ring=ring, x=x, own=own)
+    exec(block, names)
+    loss_sum(names["logits"], y[:, own]).backward()
+    context_parallel.sum_gradients(model.parameters())
+    compare(gradients_of(model), gradients_of(plain), 1e-6)  # their norms compute in fp32
+
+
+def test_a_model_of_transformers():
+    """Their Qwen3, by the page's lines."""
+    if not find_spec("transformers"):
+        print("transformers is not installed: nothing is compared")
+        return
+    page = (ROOT / "docs" / "your-model.md").read_text()
+    block, = re.findall(r"```python\n(# their attention.*?)```", page, re.S)
+    run_ranks(check_transformers, 2, block)
 
 
 # ---- cost ------------------------------------------------------------------------
