@@ -654,21 +654,33 @@ class SummingPipeline(SplitPipeline):
     def __init__(self, modules, plans, mail, zeros_of):
         super().__init__(modules, plans, mail)
         self.zeros_of = zeros_of  # {stage: [ZeRO]}
+        self.ending = []  # ZeROs whose last sum of this micro-batch is under way
+
+    def step(self, inputs, loss_of):
+        loss = super().step(inputs, loss_of)
+        self.end_sums()
+        return loss
+
+    def end_sums(self):
+        while self.ending:
+            self.ending.pop().reduce()  # partial -> sharded
 
     def do(self, action, received, loss_of):
+        self.end_sums()  # not in the action that begins them: what it makes is sent first
         kind, m, stage = action
         zeros = self.zeros_of[stage] if kind in "BW" else []
-        is_last = m == self.microbatches - 1
-        leaves_w = kind == "B" and (m, stage) in self.split
+        completes = kind == "W" or (m, stage) not in self.split  # a B that leaves a W does not
         for zero in zeros:
-            zero.sync = not leaves_w if isinstance(zero, ZeRO2) else is_last
+            each = isinstance(zero, ZeRO2)  # it sums in each micro-batch
+            zero.sync = completes if each else m == self.microbatches - 1
         made = super().do(action, received, loss_of)
         for zero in zeros:
-            if isinstance(zero, ZeRO2):  # once in each micro-batch
-                zero.reduce()  # partial -> sharded; nothing if sync is False
-            elif is_last and not leaves_w:
-                while zero.pending:  # this copy's rows have not used all; others sum it before the
-                    zero.sum_next()  # next stage's
+            if completes and zero.sync:
+                # what this copy's rows have not used; others sum it before the next stage's
+                while zero.pending:
+                    zero.sum_next()
+                if isinstance(zero, ZeRO2):
+                    self.ending.append(zero)
         return made
 
 

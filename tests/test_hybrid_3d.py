@@ -487,6 +487,33 @@ def all_say(judge):
     return "".join(of_ranks)
 
 
+def check_sent_first(zero):
+    """What a B sends is on its way before the last sum that it has begun is waited for."""
+    plans = make_plans("1f1b", 1, 2)
+    mesh = hybrid_3d.Mesh(plans, dp=2)
+    model = make()
+    hybrid = hybrid_3d.Hybrid([model], plans, mesh, TensorParallel(mesh.group["tp"]),
+                              layers=model.layers, head=model.lm_head, zero=zero)
+    events = []
+    mail = hybrid.pipeline.mail
+    put = mail.put
+    mail.put = lambda action, result: (events.append(action), put(action, result))
+    ours, = hybrid.copies.zeros
+    keep_sum = ours.keep_sum
+    ours.keep_sum = lambda unit: (events.append(ours.units.index(unit)), keep_sum(unit))
+    model.forward = lambda x, forward=model.forward: forward(x)["logits"]
+    inputs, loss_of = hybrid.in_microbatches(*whole_batch(0), 1)
+    hybrid.pipeline.step(inputs, loss_of)
+    hybrid.copies.reduce()
+    assert len(events) == 4 + len(ours.units) * (1 if zero < 2 else 2)
+    *_, last = [event for event in events if event in (0, ("B", 1, 0))]
+    assert last == 0, events
+
+
+def test_sent_first():
+    run_ranks(check_each, 2, check_sent_first, [(0,), (1,), (2,), (3,)])
+
+
 def check_alike():
     """An `inside` that the plan forgets, and rows that differ, show in nothing else."""
     plans = make_plans("1f1b", 1, 2)
