@@ -320,7 +320,7 @@ def alike(fate):
     return [axis for axis, what in fate.items() if what in ("same", "sum")]
 
 
-# ---- this rank's part of the model
+# ---- a step of a Hybrid, see below
 
 # The way of a gradient, such as that of a norm's weight, with --sp and ZeRO-1:
 #     B of a micro-batch      autograd calls ZeRO's hook, which adds it to its unit's buffer
@@ -328,6 +328,73 @@ def alike(fate):
 #     sum_gradients           sums over tp, and over ends what is tied, as its fate says
 #     gradient_norm           of ranks with the same numbers the first one counts them
 #     copies.step             master.grad; AdamW steps master; an all-gather over data: new weights
+
+
+def train_step(model, optimizer, x, y, valid, clip):
+    """x, y: this copy's rows (B/dp, T), the same on all its ranks; y: the next tokens, or -100.
+    valid: how many targets there are in the whole batch. If each copy knows its own:
+        valid = (y != -100).sum()
+        dist.all_reduce(valid, group=mesh.group["dp"])
+
+    -> this rank's part of the loss, the norm of the whole gradient.
+    """
+    model.copies.zero_grad()
+    inputs, loss_of = model.in_microbatches(x, y, valid)
+    loss = model.pipeline.step(inputs, loss_of) / model.tp.size  # every rank of tp has all of it
+    sum_gradients(model)
+    norm = gradient_norm(model)
+    gradients = [part.grad for part in model.copies.parts]
+    if clip and gradients:
+        finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled, the fault shows
+        # clip_grads_with_norm_ would want parameters
+        torch._foreach_mul_(gradients, (clip / (finite + 1e-6)).clamp(max=1))
+    model.copies.step(optimizer)
+    return loss, norm
+
+
+def sum_gradients(model):
+    """First over copies: with ZeRO this rank's parts alone are left for sums along other axes."""
+    model.copies.reduce()
+    fates = [(model.table[part.parameter].fate, part.grad) for part in model.copies.parts]
+    for axis in ("tp", "twins", "ends"):  # few models have twins
+        gradients = [gradient for fate, gradient in fates if fate.get(axis) == "sum"]
+        if gradients and model.group[axis].size() > 1:
+            # partial -> replicated
+            tensor_parallel.sum_over_ranks(gradients, model.group[axis])
+
+
+def gradient_norm(model):
+    """Of the whole model. Of the ranks that hold the same numbers the first one counts them."""
+    p = next(model.parameters())
+    square = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+    counted = [part.grad for part in model.copies.parts if model.is_first(part.parameter)]
+    if counted:
+        square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
+    dist.all_reduce(square)  # over all ranks: partial -> replicated
+    return square.sqrt()
+
+
+def assert_alike(model, x, y):
+    """Once, after the first train_step, with its x and y: raises if the ranks of a copy have got
+    different rows, or if ranks of tp have different gradients of what is the same on all. Then the
+    plan lacks an `inside`, or they have drawn different dropout."""
+    same = {"x": x.double(), "y": y.double()}
+    for axis in ("pp", "cp"):
+        assert_same(same, model.group[axis])
+    for part in model.copies.parts:
+        row = model.table[part.parameter]
+        if row.fate["tp"] == "same":
+            same[row.name] = part.grad
+    assert_same(same, model.group["tp"])
+
+
+def evaluate(model, x, y):
+    """-> this rank's part of the sum of token losses."""
+    inputs, loss_of = model.in_microbatches(x, y, 1)
+    return model.pipeline.evaluate(inputs, loss_of) / model.tp.size
+
+
+# ---- this rank's part of the model
 
 
 class Hybrid(nn.Module):
@@ -382,8 +449,7 @@ class Hybrid(nn.Module):
         has_w = any(action.kind == "W" for action in plans[0])
         if has_w:
             split_cut_linears(self.stages)
-        arrange = vectors_apart if has_w and zero == 2 else list  # list: units stay as they are
-        self.copies = Copies(here, self.table, self.group, layers, arrange, zero, reduce_dtype)
+        self.copies = Copies(here, self.table, self.group, layers, zero, reduce_dtype, has_w)
         p = next(self.parameters())
         links = make_links(plans, mesh.pipelines)
         no_size = ()  # each batch sets mail.size, see in_microbatches
@@ -476,73 +542,6 @@ class Hybrid(nn.Module):
         return text_of(rows, axes)
 
 
-# ---- a step
-
-
-def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: this copy's rows (B/dp, T), the same on all its ranks; y: the next tokens, or -100.
-    valid: how many targets there are in the whole batch. If each copy knows its own:
-        valid = (y != -100).sum()
-        dist.all_reduce(valid, group=mesh.group["dp"])
-
-    -> this rank's part of the loss, the norm of the whole gradient.
-    """
-    model.copies.zero_grad()
-    inputs, loss_of = model.in_microbatches(x, y, valid)
-    loss = model.pipeline.step(inputs, loss_of) / model.tp.size  # every rank of tp has all of it
-    sum_gradients(model)
-    norm = gradient_norm(model)
-    gradients = [part.grad for part in model.copies.parts]
-    if clip and gradients:
-        finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled, the fault shows
-        # clip_grads_with_norm_ would want parameters
-        torch._foreach_mul_(gradients, (clip / (finite + 1e-6)).clamp(max=1))
-    model.copies.step(optimizer)
-    return loss, norm
-
-
-def sum_gradients(model):
-    """First over copies: with ZeRO this rank's parts alone are left for sums along other axes."""
-    model.copies.reduce()
-    fates = [(model.table[part.parameter].fate, part.grad) for part in model.copies.parts]
-    for axis in ("tp", "twins", "ends"):  # few models have twins
-        gradients = [gradient for fate, gradient in fates if fate.get(axis) == "sum"]
-        if gradients and model.group[axis].size() > 1:
-            # partial -> replicated
-            tensor_parallel.sum_over_ranks(gradients, model.group[axis])
-
-
-def gradient_norm(model):
-    """Of the whole model. Of the ranks that hold the same numbers the first one counts them."""
-    p = next(model.parameters())
-    square = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-    counted = [part.grad for part in model.copies.parts if model.is_first(part.parameter)]
-    if counted:
-        square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
-    dist.all_reduce(square)  # over all ranks: partial -> replicated
-    return square.sqrt()
-
-
-def assert_alike(model, x, y):
-    """Once, after the first train_step, with its x and y: raises if the ranks of a copy have got
-    different rows, or if ranks of tp have different gradients of what is the same on all. Then the
-    plan lacks an `inside`, or they have drawn different dropout."""
-    same = {"x": x.double(), "y": y.double()}
-    for axis in ("pp", "cp"):
-        assert_same(same, model.group[axis])
-    for part in model.copies.parts:
-        row = model.table[part.parameter]
-        if row.fate["tp"] == "same":
-            same[row.name] = part.grad
-    assert_same(same, model.group["tp"])
-
-
-def evaluate(model, x, y):
-    """-> this rank's part of the sum of token losses."""
-    inputs, loss_of = model.in_microbatches(x, y, 1)
-    return model.pipeline.evaluate(inputs, loss_of) / model.tp.size
-
-
 # ---- how copies sum, under backward, and step
 
 
@@ -577,16 +576,17 @@ class Copies:
 
     here: {number: stage} of this rank. table: {parameter: Row}. group: {axis: group}
     layers: the model's; the parameters of each are a unit
-    arrange: units -> units
-    level: 0, 1, 2 or 3, Hybrid's `zero`
+    level: 0, 1, 2 or 3, Hybrid's `zero`. has_w: are there Ws?
     """
 
-    def __init__(self, here, table, group, layers, arrange, level, reduce_dtype):
+    def __init__(self, here, table, group, layers, level, reduce_dtype, has_w):
         ladder = ZeRO0, ZeRO1, ZeRO2, ZeRO3
         self.zeros_of = defaultdict(list)  # {stage: its ZeROs, without what is tied}
         for number, stage in here.items():
             for axis in ("data", "replicas"):  # replicas: of experts
-                units = arrange(units_along(axis, stage, table, set(layers)))
+                units = units_along(axis, stage, table, set(layers))
+                if has_w and level == 2:
+                    units = vectors_apart(units)
                 if units:
                     zero = ladder[level](units, group[axis], reduce_dtype=reduce_dtype)
                     self.zeros_of[number].append(zero)
