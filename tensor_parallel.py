@@ -200,7 +200,7 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; of part 1 it takes summed, ReduceFromTP, locate)
+# ---- 2. the technique (copy this; of part 1 it takes locate; a model may want CopyToTP)
 
 # What it adds to the idea, and what that buys. Figures are of the toy's step on two ranks.
 #     columns(x, q, k, v): one f         30 calls -> 22, 13.6 MB sent -> 9.5
@@ -217,7 +217,50 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# ---- who shares a model
+# ---- pieces of any size
+
+# Of a parameter that is cut:
+# dim         along which
+# plain_size  of the plain parameter along dim
+# copies      how many ranks in a row have the same piece: one, but see key_values
+Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
+
+
+def shard(t, cut, tp):
+    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
+
+    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
+    """
+    assert t.shape[cut.dim] == cut.plain_size, f"{tuple(t.shape)}: not {cut.plain_size} to cut"
+    each = math.ceil(cut.plain_size / (tp.size // cut.copies))
+    first = min(tp.rank // cut.copies * each, cut.plain_size)
+    count = min(each, cut.plain_size - first)
+    size = list(t.shape)
+    size[cut.dim] = each
+    piece = t.new_zeros(size)
+    piece.narrow(cut.dim, 0, count).copy_(t.narrow(cut.dim, first, count))
+    return piece
+
+
+def unshard(t, cut, tp):
+    """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
+    if cut is None:
+        return t
+    pieces = t.new_empty(tp.size, *t.shape)
+    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
+    different = pieces[::cut.copies].unbind()
+    # contiguous: else a file of it would have the padding, too, or safetensors refuse it
+    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size).contiguous()
+
+
+# ---- who shares a model, and how x goes inside and out
+
+# x outside is    f forward   f backward                        g forward       g backward
+# whole           -           all-reduce dx                     all-reduce      -
+# cut along T     all-gather  all-gather x, reduce-scatter dx   reduce-scatter  all-gather
+#
+# The first is TensorParallel, the second SequenceParallel (--sp): `gather` for what goes inside,
+# `reduce` for summands on their way out. (f's backward gathers x again, which is not kept.)
 
 
 class Pending:
@@ -255,10 +298,6 @@ class TensorParallel:
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
         return Pending(y, work)
 
-    def leave(self, y):
-        """g, with a backward: for modules. gather and reduce are for autograd.Functions."""
-        return ReduceFromTP.apply(y, self.group)  # partial -> replicated
-
     def cut(self, p, dim, copies=1):
         """This rank keeps its piece of p. p is the same object, and keeps its names and ties."""
         if p is not None and p not in self.cuts:  # a tied one is cut already
@@ -274,40 +313,59 @@ class TensorParallel:
         return self.cuts[p].copies if p in self.cuts else self.size
 
 
-# ---- pieces of any size
+class PendingPieces(Pending):
+    """Of pieces (tp, .., T/tp, C). wait() puts them side by side, (.., T, C)."""
 
-# Of a parameter that is cut:
-# dim         along which
-# plain_size  of the plain parameter along dim
-# copies      how many ranks in a row have the same piece: one, but see key_values
-Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
+    def wait(self):
+        return super().wait().movedim(0, -3).flatten(-3, -2)
 
 
-def shard(t, cut, tp):
-    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
+class SequenceParallel(TensorParallel):
+    """Outside, x is cut along T, dim -2, which tp must divide (Korthikanti 2022, fig. 5).
 
-    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
+    So norms and row biases see 1/tp of the tokens, and make summands: group_of_sum. What is added
+    to x must be cut as x is: a table of learned positions becomes a VocabEmbedding, whose g cuts
+    along T. docs/your-model.md has what else a model may not do then.
     """
-    assert t.shape[cut.dim] == cut.plain_size, f"{tuple(t.shape)}: not {cut.plain_size} to cut"
-    each = math.ceil(cut.plain_size / (tp.size // cut.copies))
-    first = min(tp.rank // cut.copies * each, cut.plain_size)
-    count = min(each, cut.plain_size - first)
-    size = list(t.shape)
-    size[cut.dim] = each
-    piece = t.new_zeros(size)
-    piece.narrow(cut.dim, 0, count).copy_(t.narrow(cut.dim, first, count))
-    return piece
+
+    def gather(self, x):
+        """Pieces (.., T/tp, C) -> Pending (.., T, C)."""
+        x = x.contiguous()
+        pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
+        flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
+        work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
+        return PendingPieces(pieces, work)
+
+    def reduce(self, y):
+        """Summands (.., T, C) -> Pending: this rank's piece (.., T/tp, C) of their sum."""
+        T = y.shape[-2]
+        assert T % self.size == 0, f"T is {T}: SequenceParallel wants a multiple of {self.size}"
+        pieces = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # (tp, .., T/tp, C)
+        x = torch.empty_like(pieces[0])
+        flat = pieces.flatten(0, 1)
+        work = reduce_scatter(x, flat, group=self.group, async_op=True)  # partial -> sharded(T)
+        return Pending(x, work)
+
+    def group_of_sum(self, p):
+        # what is whole has seen 1/tp of the tokens
+        return super().group_of_sum(p) if p in self.cuts else self.group
 
 
-def unshard(t, cut, tp):
-    """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
-    if cut is None:
-        return t
-    pieces = t.new_empty(tp.size, *t.shape)
-    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
-    different = pieces[::cut.copies].unbind()
-    # contiguous: else a file of it would have the padding, too, or safetensors refuse it
-    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size).contiguous()
+class ToOutside(torch.autograd.Function):
+    """g: summands y (.., T, C) -> x as it is outside. y is used up: the sum may take its place."""
+
+    @staticmethod
+    def forward(ctx, y, tp):
+        ctx.tp = tp
+        x = tp.reduce(y).wait()  # partial -> replicated or sharded(T)
+        if x is y:
+            ctx.mark_dirty(y)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        return ctx.tp.gather(dx).wait(), None  # replicated or sharded(T) -> replicated
 
 
 # ---- one f for the Linears that read the same x, and dx before weights' gradients
@@ -421,7 +479,7 @@ class RowLinear(CutModule):
     dims = {"weight": 1}
 
     def forward(self, y):
-        x = self.tp.leave(self.multiply(y))  # partial -> replicated or sharded(T)
+        x = ToOutside.apply(self.multiply(y), self.tp)  # partial -> replicated or sharded(T)
         return x if self.bias is None else x + self.bias.to(x.dtype)
 
     def multiply(self, y):  # hybrid_3d.py has another
@@ -436,68 +494,7 @@ class VocabEmbedding(CutModule):
     def forward(self, ids):
         rows, here = locate(ids, len(self.weight), self.tp.rank)
         y = F.embedding(rows, self.weight).masked_fill(~here.unsqueeze(-1), 0)  # (.., T, C)
-        return self.tp.leave(y)  # partial -> replicated or sharded(T)
-
-
-# ---- --sp: outside, too, a rank has 1/tp of x
-
-# x outside is    f forward   f backward                        g forward       g backward
-# whole           -           all-reduce dx                     all-reduce      -
-# cut along T     all-gather  all-gather x, reduce-scatter dx   reduce-scatter  all-gather
-#
-# A model notices it in two places. Norms and row biases see 1/tp of the tokens, so that they make
-# summands: group_of_sum. And what is added to x must be cut as x is: a table of learned positions
-# becomes a VocabEmbedding, whose g cuts along T.
-
-
-class PendingPieces(Pending):
-    """Of pieces (tp, .., T/tp, C). wait() puts them side by side, (.., T, C)."""
-
-    def wait(self):
-        return super().wait().movedim(0, -3).flatten(-3, -2)
-
-
-class SequenceParallel(TensorParallel):
-    """Outside, x is cut along T, dim -2, which tp must divide (Korthikanti 2022, fig. 5)."""
-
-    def gather(self, x):
-        """Pieces (.., T/tp, C) -> Pending (.., T, C)."""
-        x = x.contiguous()
-        pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
-        flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
-        work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
-        return PendingPieces(pieces, work)
-
-    def reduce(self, y):
-        """Summands (.., T, C) -> Pending: this rank's piece (.., T/tp, C) of their sum."""
-        T = y.shape[-2]
-        assert T % self.size == 0, f"T is {T}: SequenceParallel wants a multiple of {self.size}"
-        pieces = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # (tp, .., T/tp, C)
-        x = torch.empty_like(pieces[0])
-        flat = pieces.flatten(0, 1)
-        work = reduce_scatter(x, flat, group=self.group, async_op=True)  # partial -> sharded(T)
-        return Pending(x, work)
-
-    def leave(self, y):
-        return ReduceScatterFromTP.apply(y, self)  # partial -> sharded(T)
-
-    def group_of_sum(self, p):
-        # what is whole has seen 1/tp of the tokens
-        return super().group_of_sum(p) if p in self.cuts else self.group
-
-
-class ReduceScatterFromTP(torch.autograd.Function):
-    """g: summands y (.., T, C) -> x (.., T/tp, C)."""
-
-    @staticmethod
-    def forward(ctx, y, tp):
-        ctx.tp = tp
-        return tp.reduce(y).wait()  # partial -> sharded(T)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dx):
-        return ctx.tp.gather(dx).wait(), None  # sharded(T) -> replicated
+        return ToOutside.apply(y, self.tp)  # partial -> replicated or sharded(T)
 
 
 # ---- the loss of cut logits, with one buffer
@@ -632,7 +629,8 @@ def gradient_norm(model, tp):
 
 def assert_alike(model, tp):
     """Once, after the first sum_gradients: raises where ranks have different gradients of what is
-    whole. Then the plan lacks an `inside`, or ranks have drawn different dropout."""
+    whole. Then the plan lacks an `inside`, or ranks have drawn different dropout. SequenceParallel
+    has summed these: with it this sees nothing."""
     found = {name: p for name, p in model.named_parameters() if p.grad is not None}
     assert found, "no gradients here: hybrid_3d.py has its own assert_alike"
     assert_same({name: p.grad for name, p in found.items() if p not in tp.cuts}, tp.group)
@@ -678,7 +676,9 @@ def load_full_state_dict(model, tp, state):
             piece = shard(piece, tp.cuts[t], tp)
         assert piece.shape == t.shape, f"{name}: {tuple(piece.shape)}, not {tuple(t.shape)}"
         if t.is_meta:
-            piece = nn.Parameter(piece.clone(), t.requires_grad)
+            piece = piece.clone()
+            if isinstance(t, nn.Parameter):
+                piece = nn.Parameter(piece, t.requires_grad)
             torch.utils.swap_tensors(t, piece)  # t stays, and with it names and ties
         else:
             t.data.copy_(piece)
@@ -729,7 +729,8 @@ def key_values(heads):
 
 
 def one_f(*names):
-    """For a plan: an Attention or SwiGLU of common.py, whose `project` calls these Linears."""
+    """For a plan: an Attention or SwiGLU of common.py, whose `project` calls these Linears. (An MLP
+    has no gate, and does not call `project`.)"""
 
     def kind(module, tp):
         module.project = lambda x: columns(x, *[getattr(module, name) for name in names])
@@ -746,13 +747,11 @@ def plan_of(model):
         "blocks.*.attn.[kv]": key_values(attn.k.out_features // attn.head_dim),
         # one_f reads q, k and v when it runs: by then they are cut
         "blocks.*.attn": one_f("q", "k", "v"), "blocks.*.attn.[qk]_norm": inside,
-        "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear,
+        "blocks.*.mlp.[gu]*": ColumnLinear, "blocks.*.mlp.down": RowLinear,  # up, maybe a gate
+        "blocks.*.mlp": one_f("gate", "up"),
     }
     if model.pos is not None:
         plan["pos"] = VocabEmbedding  # --sp wants what is added to x to be cut, too
-    if any(name.endswith(".gate") for name, _ in model.named_modules()):
-        plan["blocks.*.mlp.gate"] = ColumnLinear
-        plan["blocks.*.mlp"] = one_f("gate", "up")
     return plan
 
 
