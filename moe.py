@@ -192,15 +192,16 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 # softmax_route, AllToAll, rows_of_each, exchange_counts, read_counts, dense_and_experts,
 # gradient_norm
 
-# What it adds to the idea, and what that buys, as a ladder. Calls: the toy's, on 2 ranks.
-#     GroupedMoE     rows regrouped by expert: each runs once, the idea's once for each rank's rows;
-#                    on GPUs in bf16 all run at once, in one kernel. Logits are fp32: rounding would
-#                    change the choice. Under autocast rows are cast before they travel
-#     BalancedMoE    by losses or biases, experts are chosen about equally often
-#     MoE            a shared expert works while rows travel: an exchange in two halves
+# What it adds to the idea, and what that buys. Calls: the toy's, on 2 ranks.
+#     Experts        in stacks, rows regrouped by expert: each runs once, the idea's once for each
+#                    rank's rows; on GPUs in bf16 all run at once, in one kernel
+#     Trip           a shared expert works while rows travel: an exchange in two halves
+#     balance        by losses or biases, experts are chosen about equally often
+#     score          logits are fp32: rounding would change the choice
+#     rows_of        under autocast rows are cast before they travel
 #     sum_gradients  141 calls of a step -> 26: 1 for 56 dense gradients, none for 64 of experts
-#                    (which are on one rank each), 4 more for loads
-# Part 3 has capacity besides: an expert gets so many rows at most, and others are dropped.
+#                    (which are on one rank each), 4 more for loads; it makes a copy of them
+# At the end, as options: DeepSeek's router; capacity, so many rows at most for an expert.
 
 # ---- experts in stacks
 
@@ -235,6 +236,11 @@ class StackedLinear(nn.Module):
         weight = self.weight.to(dtype)  # autocast casts nothing for this kernel
         return partial(F.grouped_mm, mat_b=weight.transpose(1, 2), offs=ends)
 
+    def one_kernel_pays(self, rows):
+        """On GPUs in bf16. The kernel has no biases, and needs widths that are multiples of 8."""
+        fits = all(size % 8 == 0 for size in self.weight.shape[1:])
+        return rows.is_cuda and rows.dtype == torch.bfloat16 and fits and self.bias is None
+
 
 class Experts(nn.Module):
     """The experts of one rank, with stacked weights. Each of them is an MLP,
@@ -257,7 +263,7 @@ class Experts(nn.Module):
         """rows (R, C), sorted by expert -> (R, C). sizes: a list, how many each has; ends: a tensor
         (E/ep,), where they end."""
         linears = [linear for linear in (self.up, self.down, self.gate) if linear is not None]
-        if self.one_kernel_pays(rows, linears):
+        if all(linear.one_kernel_pays(rows) for linear in linears):
             return self.mlp(rows, *[linear.of_all(rows.dtype, ends) for linear in linears])
         experts = zip(*[linear.of_each() for linear in linears])  # up, down, gate of each
         pieces = rows.split(sizes)  # also of 0 rows: so every weight gets a gradient
@@ -269,192 +275,8 @@ class Experts(nn.Module):
             return down(self.activation(y))
         return down(self.activation(gate(x)) * y)
 
-    def one_kernel_pays(self, rows, linears):
-        """On GPUs in bf16. The kernel has no biases, and needs widths that are multiples of 8."""
-        has_biases = any(linear.bias is not None for linear in linears)
-        fits = all(size % 8 == 0 for size in self.up.weight.shape[1:])
-        return rows.is_cuda and rows.dtype == torch.bfloat16 and fits and not has_biases
 
-
-# ---- the layer
-
-# Where rows go. Row n K + k is token n on its way to its k-th expert. As drawn above, rank 0:
-#     order            the rows as they leave, sorted by expert: those of 0 0 0 1 | 2 3
-#     send, receive    how many go to each rank, and come from each: [4, 2], [4, 3]
-#     regroup          the permutation from by source, 0 0 0 1 | 0 0 1, to by expert, 0 0 0 0 0 1 1
-#     sizes, ends      how many each expert here gets, on the host: [5, 2]; where its rows end, on
-#                      the device: (5, 7)
-Routing = namedtuple("Routing", "order send receive regroup sizes ends")
-
-
-class GroupedMoE(nn.Module):
-    """E experts behind a router, an nn.Linear(C, E), in place of an MLP: (.., C) -> (.., C).
-
-    experts   the Experts of this rank, E/ep of them, on rank r of ep from number r E/ep on
-    route     (logits, bias) -> chosen, gates, probs: softmax_route with its options, or another
-    ep        group of the ranks that share out the experts; each brings its own tokens
-
-    It communicates: all ranks of `ep` must call it, even in evaluation.
-    """
-
-    def __init__(self, router, experts, route, ep):
-        super().__init__()
-        self.router = router
-        self.experts = experts
-        self.route = route
-        self.ep = ep
-        E = len(experts.up.weight) * ep.size()
-        assert router.out_features == E, f"MoE: {router.out_features} logits for {E} experts"
-        refuse_forwards([router])
-
-    def forward(self, x):  # (.., C)
-        return self.mix(x, *self.route(self.score(x)))
-
-    def score(self, x):
-        """(.., C) -> logits (.., E), in fp32 or better: rounding changes the choice."""
-        exact = torch.promote_types(x.dtype, torch.float32)
-        bias = self.router.bias
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(exact), self.router.weight.to(exact),
-                            None if bias is None else bias.to(exact))
-
-    def mix(self, x, chosen, gates, probs):
-        routing = self.routing(chosen, rows_of_each(chosen, probs.shape[-1]))
-        rows = self.rows_of(x, chosen, routing)
-        rows = AllToAll.apply(rows, routing.send, routing.receive, self.ep)  # tokens' -> experts'
-        return self.answer(rows, gates, routing).view_as(x)
-
-    def routing(self, chosen, leaving):
-        """chosen (.., K): experts; leaving (E,): rows that go to each -> Routing."""
-        counts = exchange_counts(leaving, self.ep)
-        to_ranks, from_ranks = read_counts(counts)  # [rank][expert]
-        send = [sum(of_rank) for of_rank in to_ranks]
-        receive = [sum(of_rank) for of_rank in from_ranks]
-        sizes = [sum(of_expert) for of_expert in zip(*from_ranks)]
-        order = chosen.flatten().argsort(stable=True)
-        # rows arrive in pieces, from rank 0 for each expert here, from rank 1 likewise, ..
-        pieces = counts[1]  # (ep, E/ep): their sizes
-        # 0 0 1 1 1 ..: the number of each row's piece
-        piece = torch.repeat_interleave(pieces.flatten(), output_size=sum(receive))
-        expert = piece % pieces.shape[1]
-        regroup = expert.argsort(stable=True)
-        ends = pieces.sum(0).cumsum(0).int()
-        return Routing(order, send, receive, regroup, sizes, ends)
-
-    def rows_of(self, x, chosen, routing):
-        """Tokens (.., C) -> rows, sorted by expert."""
-        # not tokens.index_select(0, token): on GPUs its backward adds in any order
-        rows = x.flatten(0, -2).repeat_interleave(chosen.shape[-1], 0)  # (N K, C), by token
-        rows = rows.index_select(0, routing.order)  # by expert, no row twice
-        if torch.is_autocast_enabled(rows.device.type):  # or the experts would, behind the trip
-            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
-        return rows
-
-    def answer(self, rows, gates, routing):
-        """Rows, sorted by source -> (N, C): for each token its experts' answers, times gates."""
-        rows = rows.index_select(0, routing.regroup)  # by source -> by expert
-        answers = self.experts(rows, routing.sizes, routing.ends)
-        answers = answers.index_select(0, routing.regroup.argsort())  # by expert -> by source
-        # experts' ranks -> tokens'
-        answers = AllToAll.apply(answers, routing.receive, routing.send, self.ep)
-        by_token = answers.new_zeros(gates.numel(), answers.shape[1])
-        by_token = by_token.index_copy(0, routing.order, answers)
-        by_token = by_token.unflatten(0, (-1, gates.shape[-1]))  # (N, K, C)
-        gates = gates.to(answers.dtype).flatten(0, -2).unsqueeze(1)  # (N, 1, K)
-        return (gates @ by_token).squeeze(1)  # (N, 1, K) @ (N, K, C)
-
-
-# ---- balance: experts are chosen about equally often
-
-# Biases are integers, in UNITs: model.to(torch.bfloat16) would round floating-point buffers
-UNIT = 2.0 ** -40
-
-
-class BalancedMoE(GroupedMoE):
-    """With losses, or a bias in the choice.
-
-    everyone  group of the ranks whose tokens are balanced together, in a pipeline those with the
-              same stages; None: the world. All of them must call it, even in evaluation
-    alpha     factor of Switch's balancing loss, such as 0.01 (transformers pools its L layers: of
-              its router_aux_loss_coef about K/L). Each rank adds its own part, and the model's loss
-              does not show it, see balancing_losses. With M micro-batches in a step give alpha/M;
-              where all gradients, experts' too, are divided by n, n alpha
-    beta      likewise of ST-MoE's z-loss, such as 1e-3
-    gamma     by how much step_biases moves a bias, such as 1e-3
-    """
-
-    def __init__(self, router, experts, route, ep, *, everyone=None, alpha=0.0, beta=0.0,
-                 gamma=0.0):
-        super().__init__(router, experts, route, ep)
-        self.everyone = everyone
-        self.alpha = alpha
-        self.beta = beta
-        self.gamma = gamma
-        E = router.out_features
-        self.register_buffer("bias_units", router.weight.new_zeros(E, dtype=torch.int64))
-        # sums over backwards, until step_biases and balancing_losses take them
-        self.load_of_step = 0  # (E,) int64, how often the tokens of all ranks chose each expert
-        self.loss_of_step = 0  # () this rank's part of the balancing losses
-        self.last_load = 0  # the load of the last step, to be printed; 0: no backward came by
-
-    def forward(self, x):
-        logits = self.score(x)
-        chosen, gates, probs = self.route(logits, UNIT * self.bias_units.to(logits.dtype))
-        load = rows_of_each(chosen, probs.shape[-1])
-        # partial -> replicated, while the experts are at work
-        summing = dist.all_reduce(load, group=self.everyone, async_op=True)
-        y = self.mix(x, chosen, gates, probs)
-        summing.wait()
-        loss = logits.new_zeros(())  # then AddLoss notes the load alone
-        if self.alpha or self.beta:
-            loss = balancing_loss(load, logits, probs, chosen.shape[-1], self.alpha, self.beta)
-        return AddLoss.apply(y, loss, load, self)
-
-
-def balancing_loss(load, logits, probs, top_k, alpha, beta):
-    """This rank's summand of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
-
-    f_e: the fraction of all ranks' rows that go to expert e; P_e: the mean of its probability.
-    load (E,): how many tokens of all ranks chose each. logits, probs (.., E): of this rank's.
-    """
-    load = load.to(probs.dtype)
-    f = load / load.sum()
-    num_tokens = load.sum() / top_k  # of all ranks
-    P = probs.flatten(0, -2).sum(0) / num_tokens  # this rank's summand
-    switch = len(f) * (f * P).sum()  # autocast would make bf16 of f @ P
-    z = logits.logsumexp(-1).square().sum() / num_tokens
-    return alpha * switch + beta * z
-
-
-class AddLoss(torch.autograd.Function):
-    """Returns y, and in backward gives `loss` the gradient 1, as if it were added to the model's
-    loss (as Megatron's MoEAuxLossAutoScaler), so that the layer need not return it. It also notes
-    loss and load."""
-
-    @staticmethod
-    def forward(ctx, y, loss, load, layer):
-        ctx.kept = (loss.detach(), load, layer)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        loss, load, layer = ctx.kept
-        # here, and not in forward, which runs twice if it is checkpointed
-        layer.loss_of_step = layer.loss_of_step + loss
-        layer.load_of_step = layer.load_of_step + load
-        return grad, torch.ones_like(loss), None, None
-
-
-def bias_step(load, gamma):
-    """load (E,): how often each expert was chosen -> (E,), what its bias moves by, in UNITs.
-
-    gamma for one chosen less often than the mean, -gamma for one chosen more often (DeepSeek-V3,
-    whose gamma was 1e-3, then 0).
-    """
-    return round(gamma / UNIT) * (load.sum() - len(load) * load).sign()
-
-
-# ---- a shared expert hides the way to the others: AllToAll in two halves
+# ---- the way to experts: AllToAll in two halves, so that a shared expert hides it
 
 #     forward     Leave starts   the shared expert   Arrive waits
 #     backward    Arrive starts  the shared expert   Leave waits
@@ -506,30 +328,181 @@ class Arrive(torch.autograd.Function):
         return gradient, None  # Leave takes its own from the trip; autograd wants a tensor here
 
 
-class MoE(BalancedMoE):
-    """shared: a module that every token visits besides, with its gate if it has one, or None. The
-    rest: as BalancedMoE."""
+# ---- balance: experts are chosen about equally often
 
-    def __init__(self, *args, shared=None, **options):
-        super().__init__(*args, **options)
+# Biases are integers, in UNITs: model.to(torch.bfloat16) would round floating-point buffers
+UNIT = 2.0 ** -40
+
+
+def balancing_loss(load, logits, probs, top_k, alpha, beta):
+    """This rank's summand of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
+
+    f_e: the fraction of all ranks' rows that go to expert e; P_e: the mean of its probability.
+    load (E,): how many tokens of all ranks chose each. logits, probs (.., E): of this rank's.
+    """
+    load = load.to(probs.dtype)
+    f = load / load.sum()
+    num_tokens = load.sum() / top_k  # of all ranks
+    P = probs.flatten(0, -2).sum(0) / num_tokens  # this rank's summand
+    switch = len(f) * (f * P).sum()  # autocast would make bf16 of f @ P
+    z = logits.logsumexp(-1).square().sum() / num_tokens
+    return alpha * switch + beta * z
+
+
+class AddLoss(torch.autograd.Function):
+    """Returns y, and in backward gives `loss` the gradient 1, as if it were added to the model's
+    loss (as Megatron's MoEAuxLossAutoScaler), so that the layer need not return it. It also notes
+    loss and load."""
+
+    @staticmethod
+    def forward(ctx, y, loss, load, layer):
+        ctx.kept = (loss.detach(), load, layer)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        loss, load, layer = ctx.kept
+        # here, and not in forward, which runs twice if it is checkpointed
+        layer.loss_of_step = layer.loss_of_step + loss
+        layer.load_of_step = layer.load_of_step + load
+        return grad, torch.ones_like(loss), None, None
+
+
+def bias_step(load, gamma):
+    """load (E,): how often each expert was chosen -> (E,), what its bias moves by, in UNITs.
+
+    gamma for one chosen less often than the mean, -gamma for one chosen more often (DeepSeek-V3,
+    whose gamma was 1e-3, then 0).
+    """
+    return round(gamma / UNIT) * (load.sum() - len(load) * load).sign()
+
+
+# ---- the layer
+
+# Where rows go. Row n K + k is token n on its way to its k-th expert. As drawn above, rank 0:
+#     order            the rows as they leave, sorted by expert: those of 0 0 0 1 | 2 3
+#     send, receive    how many go to each rank, and come from each: [4, 2], [4, 3]
+#     regroup          the permutation from by source, 0 0 0 1 | 0 0 1, to by expert, 0 0 0 0 0 1 1
+#     sizes, ends      how many each expert here gets, on the host: [5, 2]; where its rows end, on
+#                      the device: (5, 7)
+Routing = namedtuple("Routing", "order send receive regroup sizes ends")
+
+
+class MoE(nn.Module):
+    """E experts behind a router, an nn.Linear(C, E), in place of an MLP: (.., C) -> (.., C).
+
+    experts   the Experts of this rank, E/ep of them, on rank r of ep from number r E/ep on
+    route     (logits, bias) -> chosen, gates, probs: softmax_route with its options, or another
+    ep        group of the ranks that share out the experts; each brings its own tokens
+    shared    a module that every token visits besides, with its gate if it has one, or None
+    everyone  group of the ranks whose tokens are balanced together, in a pipeline those with the
+              same stages; None: the world
+    alpha     factor of Switch's balancing loss, such as 0.01 (transformers pools its L layers: of
+              its router_aux_loss_coef about K/L). Each rank adds its own part, and the model's loss
+              does not show it, see balancing_losses. With M micro-batches in a step give alpha/M;
+              where all gradients, experts' too, are divided by n, n alpha
+    beta      likewise of ST-MoE's z-loss, such as 1e-3
+    gamma     by how much step_biases moves a bias, such as 1e-3
+
+    It communicates: all ranks of `ep` and `everyone` must call it, even in evaluation.
+    """
+
+    def __init__(self, router, experts, route, ep, *, shared=None, everyone=None, alpha=0.0,
+                 beta=0.0, gamma=0.0):
+        super().__init__()
+        E = len(experts.up.weight) * ep.size()
+        assert router.out_features == E, f"MoE: {router.out_features} logits for {E} experts"
+        refuse_forwards([router])
+        self.router = router
+        self.experts = experts
+        self.route = route
+        self.ep = ep
         self.shared = shared
+        self.everyone = everyone
+        self.alpha = alpha
+        self.beta = beta
+        self.gamma = gamma
+        self.register_buffer("bias_units", router.weight.new_zeros(E, dtype=torch.int64))
+        # sums over backwards, until step_biases and balancing_losses take them
+        self.load_of_step = 0  # (E,) int64, how often the tokens of all ranks chose each expert
+        self.loss_of_step = 0  # () this rank's part of the balancing losses
+        self.last_load = 0  # the load of the last step, to be printed; 0: no backward came by
 
-    def mix(self, x, chosen, gates, probs):
-        if self.shared is None:
-            return super().mix(x, chosen, gates, probs)
-        routing = self.routing(chosen, rows_of_each(chosen, probs.shape[-1]))
+    def forward(self, x):
+        logits = self.score(x)
+        chosen, gates, probs = self.route(logits, UNIT * self.bias_units.to(logits.dtype))
+        load = rows_of_each(chosen, probs.shape[-1])  # of this rank's tokens
+        routing = self.routing(chosen, load)
+        # partial -> replicated, while the experts are at work
+        summing = dist.all_reduce(load, group=self.everyone, async_op=True)
+        y = self.mix(x, chosen, gates, routing)
+        summing.wait()
+        loss = logits.new_zeros(())  # then AddLoss notes the load alone
+        if self.alpha or self.beta:
+            loss = balancing_loss(load, logits, probs, chosen.shape[-1], self.alpha, self.beta)
+        return AddLoss.apply(y, loss, load, self)
+
+    def mix(self, x, chosen, gates, routing):
         trip = Trip(routing.send, routing.receive, self.ep)
         rows = Leave.apply(self.rows_of(x, chosen, routing), trip)  # tokens' ranks -> experts'
-        of_shared = self.shared(x)  # while rows travel
+        of_shared = None if self.shared is None else self.shared(x)  # while rows travel
         rows = Arrive.apply(rows, trip)
-        return self.answer(rows, gates, routing).view_as(x) + of_shared
+        y = self.answer(rows, gates, routing).view_as(x)
+        return y if of_shared is None else y + of_shared
+
+    def score(self, x):
+        """(.., C) -> logits (.., E), in fp32 or better: rounding changes the choice."""
+        exact = torch.promote_types(x.dtype, torch.float32)
+        bias = self.router.bias
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(exact), self.router.weight.to(exact),
+                            None if bias is None else bias.to(exact))
+
+    def routing(self, chosen, leaving):
+        """chosen (.., K): experts; leaving (E,): rows that go to each -> Routing."""
+        counts = exchange_counts(leaving, self.ep)
+        to_ranks, from_ranks = read_counts(counts)  # [rank][expert]
+        send = [sum(of_rank) for of_rank in to_ranks]
+        receive = [sum(of_rank) for of_rank in from_ranks]
+        sizes = [sum(of_expert) for of_expert in zip(*from_ranks)]
+        order = chosen.flatten().argsort(stable=True)
+        # rows arrive in pieces, from rank 0 for each expert here, from rank 1 likewise, ..
+        pieces = counts[1]  # (ep, E/ep): their sizes
+        # 0 0 1 1 1 ..: the number of each row's piece
+        piece = torch.repeat_interleave(pieces.flatten(), output_size=sum(receive))
+        expert = piece % pieces.shape[1]
+        regroup = expert.argsort(stable=True)
+        ends = pieces.sum(0).cumsum(0).int()
+        return Routing(order, send, receive, regroup, sizes, ends)
+
+    def rows_of(self, x, chosen, routing):
+        """Tokens (.., C) -> rows, sorted by expert."""
+        # not tokens.index_select(0, token): on GPUs its backward adds in any order
+        rows = x.flatten(0, -2).repeat_interleave(chosen.shape[-1], 0)  # (N K, C), by token
+        rows = rows.index_select(0, routing.order)  # by expert, no row twice
+        if torch.is_autocast_enabled(rows.device.type):  # or the experts would, behind the trip
+            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        return rows
+
+    def answer(self, rows, gates, routing):
+        """Rows, sorted by source -> (N, C): for each token its experts' answers, times gates."""
+        rows = rows.index_select(0, routing.regroup)  # by source -> by expert
+        answers = self.experts(rows, routing.sizes, routing.ends)
+        answers = answers.index_select(0, routing.regroup.argsort())  # by expert -> by source
+        # experts' ranks -> tokens'
+        answers = AllToAll.apply(answers, routing.receive, routing.send, self.ep)
+        by_token = answers.new_zeros(gates.numel(), answers.shape[1])
+        by_token = by_token.index_copy(0, routing.order, answers)
+        by_token = by_token.unflatten(0, (-1, gates.shape[-1]))  # (N, K, C)
+        gates = gates.to(answers.dtype).flatten(0, -2).unsqueeze(1)  # (N, 1, K)
+        return (gates @ by_token).squeeze(1)  # (N, 1, K) @ (N, K, C)
 
 
 # ---- a step
 
 
 def layers_of(model):
-    return [module for module in model.modules() if isinstance(module, BalancedMoE)]
+    return [module for module in model.modules() if isinstance(module, MoE)]
 
 
 @torch.no_grad()
@@ -656,8 +629,6 @@ def sigmoid_route(logits, bias=0.0, *, top_k, scale=1.0, groups=1, top_groups=1)
     return chosen, scale * gates / gates.sum(-1, keepdim=True), probs
 
 
-# ---- 3. the toy GPT, parallelized --------------------------------------------
-
 # ---- capacity: how many rows an expert takes from a rank
 
 
@@ -674,6 +645,25 @@ def first_in_queue(chosen, experts, capacity):
     place = visits.scatter(1, chosen, 1).cumsum(0)  # (N, E): in the expert's queue, from 1
     return place.gather(1, chosen) <= most_rows(capacity, top_k, tokens, experts)
 
+
+class MoEWithCapacity(MoE):
+    """A rank sends an expert most_rows at most (GShard, Switch). The load has the dropped, too."""
+
+    def __init__(self, *args, capacity, **options):
+        super().__init__(*args, **options)
+        self.capacity = capacity
+
+    def routing(self, chosen, leaving):
+        experts = len(leaving)
+        chosen = chosen.flatten(0, -2)
+        kept = first_in_queue(chosen, experts, self.capacity)
+        # dropped rows get the number E: sorted behind all others, cut off, their answers stay 0
+        chosen = chosen.masked_fill(~kept, experts)
+        routing = super().routing(chosen, rows_of_each(chosen, experts + 1)[:experts])
+        return routing._replace(order=routing.order[:sum(routing.send)])
+
+
+# ---- 3. the toy GPT, parallelized --------------------------------------------
 
 # ---- in one process: each MLP becomes a ToyMoE
 
@@ -745,24 +735,6 @@ def mixture(cfg, **options):
     """cfg of a GPT -> cfg of one with a ToyMoE of these options in the place of each MLP."""
     mlp = partial(ToyMoE, mlp=cfg.form.mlp, **options)
     return cfg._replace(form=cfg.form._replace(mlp=mlp))
-
-
-class MoEWithCapacity(MoE):
-    """A rank sends an expert most_rows at most (GShard, Switch). Those it drops count in the load.
-    It is copied with most_rows and first_in_queue."""
-
-    def __init__(self, *args, capacity, **options):
-        super().__init__(*args, **options)
-        self.capacity = capacity
-
-    def routing(self, chosen, leaving):
-        experts = len(leaving)
-        chosen = chosen.flatten(0, -2)
-        kept = first_in_queue(chosen, experts, self.capacity)
-        # dropped rows get the number E: sorted behind all others, cut off, their answers stay 0
-        chosen = chosen.masked_fill(~kept, experts)
-        routing = super().routing(chosen, rows_of_each(chosen, experts + 1)[:experts])
-        return routing._replace(order=routing.order[:sum(routing.send)])
 
 
 # ---- on ranks: each ToyMoE becomes a MoE

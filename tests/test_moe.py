@@ -1,6 +1,5 @@
 """moe.py in all forms of the toy; its idea and its technique in a model of somebody else."""
 import copy
-import inspect
 from functools import partial
 from types import SimpleNamespace
 
@@ -153,7 +152,7 @@ def check_kernels():
     torch.Tensor.tolist = lambda t: reads.append(t) or read(t)
     for in_one_kernel in True, False:
         layer.zero_grad()
-        moe.Experts.one_kernel_pays = lambda self, *_, pays=in_one_kernel: pays
+        moe.StackedLinear.one_kernel_pays = lambda self, rows, pays=in_one_kernel: pays
         with Operations() as step:
             y = layer(x)
             y.square().sum().backward()
@@ -171,12 +170,9 @@ def test_one_kernel_is_the_loop():
 
 def test_one_kernel_drops_no_bias():
     rows = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
-    names = "up", "down", "gate"
-    for biased in *names, "none":
-        linears = {name: [nn.Linear(8, 8, bias=name == biased)] for name in names}
-        experts = moe.Experts(F.silu, **linears)
-        pays = experts.one_kernel_pays(rows, [experts.up, experts.down, experts.gate])
-        assert pays == (biased == "none")
+    for width, bias in (8, False), (8, True), (12, False):
+        linear = moe.StackedLinear([nn.Linear(8, width, bias=bias)])
+        assert linear.one_kernel_pays(rows) == (width == 8 and not bias)
 
 
 # ---- the copy: in another model ----------------------------------------------------------
@@ -224,8 +220,6 @@ def copied_layer(section, mix, ep):
     experts = section.Experts(F.silu, **linears)
     kind = section.MoE
     if mix.capacity:
-        for extra in moe.most_rows, moe.first_in_queue, moe.MoEWithCapacity:
-            exec(inspect.getsource(extra), vars(section))
         kind = partial(section.MoEWithCapacity, capacity=mix.capacity)
     return kind(mix.router, experts, mix.route, ep, shared=mix.shared, alpha=mix.alpha / 2,
                 beta=mix.beta / 2, gamma=mix.gamma)
