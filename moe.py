@@ -554,7 +554,8 @@ def balancing_losses(model):
 
 def full_state_dict(model, ep):
     """-> {name: whole tensor} of a model whose experts are numbered: router, experts.5.up, ..;
-    those of a layer are views of one tensor. All ranks must call it."""
+    those of a layer are views of one tensor. All ranks must call it. Of a model that is too large
+    for one device gather one stack after the other: gather_experts({name: tensor}, ep)."""
     return gather_experts(model.state_dict(), ep)
 
 

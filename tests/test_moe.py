@@ -1,6 +1,8 @@
 """moe.py in all forms of the toy; its idea and its technique in a model of somebody else."""
 import copy
+import re
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import common
 import moe
 from conftest import (
-    SMALL, alone, check_each, check_equal, check_refused, copied, dry_run_agrees, idea, run_ranks,
-    run_script, textbook)
+    ROOT, SMALL, alone, check_each, check_equal, check_refused, copied, dry_run_agrees, idea,
+    run_ranks, run_script, textbook)
 from ddp import BucketedDDP
 from fsdp import FSDP
 from others import compare, gradients_of, into
@@ -392,6 +394,55 @@ def test_planted():
     cases = [(check_idea, SOFTMAX, bug) for bug in IDEAS_BUGS]
     cases += [(check_copy, (2, 0.0), bug) for bug in BUGS]
     run_ranks(check_each, 2, check_planted, cases)
+
+
+# ---- a model of transformers -------------------------------------------------------------
+
+
+def check_transformers(block):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    cfg = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=88, moe_intermediate_size=24,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
+        experts_implementation="eager")  # the others take no fp64
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Qwen3MoeForCausalLM(cfg).double())
+    plain, model = models
+    ep = dist.group.WORLD
+    exec(block, {**vars(moe), "ep": ep, "model": model})
+    ids = torch.randint(64, (2, 9))
+    x = ids[:, :-1]
+    y = ids[:, 1:]
+    common.loss_sum(plain(x, use_cache=False).logits, y).backward()
+    own = slice(ep.rank(), ep.rank() + 1)
+    common.loss_sum(model(x[own], use_cache=False).logits, y[own]).backward()
+    alone = [dist.new_group([rank]) for rank in range(2)]
+    moe.sum_gradients(model, alone[dist.get_rank()])
+    found = moe.full_gradients(model, ep)
+    for layer, theirs in enumerate(plain.model.layers):
+        stacks = theirs.mlp.experts
+        gate, up = stacks.gate_up_proj.grad.chunk(2, 1)
+        name = f"model.layers.{layer}.mlp"
+        for which, stack in ("gate", gate), ("up", up), ("down", stacks.down_proj.grad):
+            for e, gradient in enumerate(stack):
+                torch.testing.assert_close(
+                    found[f"{name}.experts.{e}.{which}.weight"], gradient, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            found[f"{name}.router.weight"], theirs.mlp.gate.weight.grad, rtol=0, atol=1e-6)
+
+
+def test_a_model_of_transformers():
+    """Their Qwen3 with experts, by the page's lines."""
+    if not find_spec("transformers"):
+        print("transformers is not installed: nothing is compared")
+        return
+    page = (ROOT / "docs" / "your-model.md").read_text()
+    block, = re.findall(r"```python\n(# their experts.*?)```", page, re.S)
+    run_ranks(check_transformers, 2, block)
 
 
 # ---- pure parts ------------------------------------------------------------------------
