@@ -11,7 +11,7 @@ are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left o
     replicas, ep = mesh.get_all_groups()  # replicas: ranks with the same experts; ep: 8 with all E
     route = partial(softmax_route, top_k=2, normalize=True)
     for block in model.blocks:  # block.mlp: a router and E experts, MLPs with up, down and gate
-        mine = block.mlp.experts[ep.rank() * E // 8:(ep.rank() + 1) * E // 8]
+        mine = block.mlp.experts[ep.rank() * E // 8:(ep.rank() + 1) * E // 8]  # of E experts
         linears = {name: [getattr(mlp, name) for mlp in mine] for name in ("up", "down", "gate")}
         block.mlp = MoE(block.mlp.router, Experts(F.silu, **linears), route, ep, alpha=0.01)
     broadcast_parameters(model, replicas)  # once, then optimizer = AdamW(model.parameters())
@@ -21,7 +21,7 @@ are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left o
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
     step_biases(model)  # of MoEs with gamma > 0; it also takes the loads of this step
-    state = full_state_dict(model, ep)  # with all E; model.state_dict() has this rank's experts
+    state = full_state_dict(model, ep)  # of all E, called router, experts.5.up, ..
 
 Each of n ranks has N tokens of its own; ep of them share out E experts, of `experts` parameters in
 all. The rest of the model has `dense`. A parameter has b bytes. Balanced, a rank gets K N rows.
@@ -203,6 +203,127 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 #                    (which are on one rank each), 4 more for loads; it makes a copy of them
 # At the end, as options: DeepSeek's router; capacity, so many rows at most for an expert.
 
+# ---- the layer
+
+# Where rows go. Row n K + k is token n on its way to its k-th expert. As drawn above, rank 0:
+#     order            the rows as they leave, sorted by expert: those of 0 0 0 1 | 2 3
+#     send, receive    how many go to each rank, and come from each: [4, 2], [4, 3]
+#     regroup          the permutation from by source, 0 0 0 1 | 0 0 1, to by expert, 0 0 0 0 0 1 1
+#     sizes, ends      how many each expert here gets, on the host: [5, 2]; where its rows end, on
+#                      the device: (5, 7)
+Routing = namedtuple("Routing", "order send receive regroup sizes ends")
+
+
+class MoE(nn.Module):
+    """E experts behind a router, an nn.Linear(C, E), in place of an MLP: (.., C) -> (.., C).
+
+    experts   the Experts of this rank, E/ep of them, on rank r of ep from number r E/ep on
+    route     (logits, bias) -> chosen, gates, probs: softmax_route with its options, or another
+    ep        group of the ranks that share out the experts; each brings its own tokens
+    shared    a module that every token visits besides, with its gate if it has one, or None
+    everyone  group of the ranks whose tokens are balanced together, in a pipeline those with the
+              same stages; None: the world
+    alpha     factor of Switch's balancing loss, such as 0.01 (transformers pools its L layers: of
+              its router_aux_loss_coef about K/L). Each rank adds its own part, and the model's loss
+              does not show it, see balancing_losses. With M micro-batches in a step give alpha/M;
+              where all gradients, experts' too, are divided by n, n alpha
+    beta      likewise of ST-MoE's z-loss, such as 1e-3
+    gamma     by how much step_biases moves a bias, such as 1e-3
+
+    It communicates: all ranks of `ep` and `everyone` must call it, even in evaluation.
+    """
+
+    def __init__(self, router, experts, route, ep, *, shared=None, everyone=None, alpha=0.0,
+                 beta=0.0, gamma=0.0):
+        super().__init__()
+        E = len(experts.up.weight) * ep.size()
+        assert router.out_features == E, f"MoE: {router.out_features} logits for {E} experts"
+        refuse_forwards([router])
+        self.router = router
+        self.experts = experts
+        self.route = route
+        self.ep = ep
+        self.shared = shared
+        self.everyone = everyone
+        self.alpha = alpha
+        self.beta = beta
+        self.gamma = gamma
+        self.register_buffer("bias_units", router.weight.new_zeros(E, dtype=torch.int64))
+        # sums over backwards, until step_biases and balancing_losses take them
+        self.load_of_step = 0  # (E,) int64, how often the tokens of all ranks chose each expert
+        self.loss_of_step = 0  # () this rank's part of the balancing losses
+        self.last_load = 0  # the load of the last step, to be printed; 0: no backward came by
+
+    def forward(self, x):
+        logits = self.score(x)
+        chosen, gates, probs = self.route(logits, UNIT * self.bias_units.to(logits.dtype))
+        load = rows_of_each(chosen, probs.shape[-1])  # of this rank's tokens
+        routing = self.routing(chosen, load)
+        # partial -> replicated, while the experts are at work
+        summing = dist.all_reduce(load, group=self.everyone, async_op=True)
+        y = self.mix(x, chosen, gates, routing)
+        summing.wait()
+        loss = logits.new_zeros(())  # then AddLoss notes the load alone
+        if self.alpha or self.beta:
+            loss = balancing_loss(load, logits, probs, chosen.shape[-1], self.alpha, self.beta)
+        return AddLoss.apply(y, loss, load, self)
+
+    def mix(self, x, chosen, gates, routing):
+        trip = Trip(routing.send, routing.receive, self.ep)
+        rows = Leave.apply(self.rows_of(x, chosen, routing), trip)  # tokens' ranks -> experts'
+        of_shared = None if self.shared is None else self.shared(x)  # while rows travel
+        rows = Arrive.apply(rows, trip)
+        y = self.answer(rows, gates, routing).view_as(x)
+        return y if of_shared is None else y + of_shared
+
+    def score(self, x):
+        """(.., C) -> logits (.., E), in fp32 or better: rounding changes the choice."""
+        exact = torch.promote_types(x.dtype, torch.float32)
+        bias = self.router.bias
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(exact), self.router.weight.to(exact),
+                            None if bias is None else bias.to(exact))
+
+    def routing(self, chosen, leaving):
+        """chosen (.., K): experts; leaving (E,): rows that go to each -> Routing."""
+        counts = exchange_counts(leaving, self.ep)
+        to_ranks, from_ranks = read_counts(counts)  # [rank][expert]
+        send = [sum(of_rank) for of_rank in to_ranks]
+        receive = [sum(of_rank) for of_rank in from_ranks]
+        sizes = [sum(of_expert) for of_expert in zip(*from_ranks)]
+        order = chosen.flatten().argsort(stable=True)
+        # rows arrive in pieces, from rank 0 for each expert here, from rank 1 likewise, ..
+        pieces = counts[1]  # (ep, E/ep): their sizes
+        # 0 0 1 1 1 ..: the number of each row's piece
+        piece = torch.repeat_interleave(pieces.flatten(), output_size=sum(receive))
+        expert = piece % pieces.shape[1]
+        regroup = expert.argsort(stable=True)
+        ends = pieces.sum(0).cumsum(0).int()
+        return Routing(order, send, receive, regroup, sizes, ends)
+
+    def rows_of(self, x, chosen, routing):
+        """Tokens (.., C) -> rows, sorted by expert."""
+        # not tokens.index_select(0, token): on GPUs its backward adds in any order
+        rows = x.flatten(0, -2).repeat_interleave(chosen.shape[-1], 0)  # (N K, C), by token
+        rows = rows.index_select(0, routing.order)  # by expert, no row twice
+        if torch.is_autocast_enabled(rows.device.type):  # or the experts would, behind the trip
+            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        return rows
+
+    def answer(self, rows, gates, routing):
+        """Rows, sorted by source -> (N, C): for each token its experts' answers, times gates."""
+        rows = rows.index_select(0, routing.regroup)  # by source -> by expert
+        answers = self.experts(rows, routing.sizes, routing.ends)
+        answers = answers.index_select(0, routing.regroup.argsort())  # by expert -> by source
+        # experts' ranks -> tokens'
+        answers = AllToAll.apply(answers, routing.receive, routing.send, self.ep)
+        by_token = answers.new_zeros(gates.numel(), answers.shape[1])
+        by_token = by_token.index_copy(0, routing.order, answers)
+        by_token = by_token.unflatten(0, (-1, gates.shape[-1]))  # (N, K, C)
+        gates = gates.to(answers.dtype).flatten(0, -2).unsqueeze(1)  # (N, 1, K)
+        return (gates @ by_token).squeeze(1)  # (N, 1, K) @ (N, K, C)
+
+
 # ---- experts in stacks
 
 
@@ -377,127 +498,6 @@ def bias_step(load, gamma):
     return round(gamma / UNIT) * (load.sum() - len(load) * load).sign()
 
 
-# ---- the layer
-
-# Where rows go. Row n K + k is token n on its way to its k-th expert. As drawn above, rank 0:
-#     order            the rows as they leave, sorted by expert: those of 0 0 0 1 | 2 3
-#     send, receive    how many go to each rank, and come from each: [4, 2], [4, 3]
-#     regroup          the permutation from by source, 0 0 0 1 | 0 0 1, to by expert, 0 0 0 0 0 1 1
-#     sizes, ends      how many each expert here gets, on the host: [5, 2]; where its rows end, on
-#                      the device: (5, 7)
-Routing = namedtuple("Routing", "order send receive regroup sizes ends")
-
-
-class MoE(nn.Module):
-    """E experts behind a router, an nn.Linear(C, E), in place of an MLP: (.., C) -> (.., C).
-
-    experts   the Experts of this rank, E/ep of them, on rank r of ep from number r E/ep on
-    route     (logits, bias) -> chosen, gates, probs: softmax_route with its options, or another
-    ep        group of the ranks that share out the experts; each brings its own tokens
-    shared    a module that every token visits besides, with its gate if it has one, or None
-    everyone  group of the ranks whose tokens are balanced together, in a pipeline those with the
-              same stages; None: the world
-    alpha     factor of Switch's balancing loss, such as 0.01 (transformers pools its L layers: of
-              its router_aux_loss_coef about K/L). Each rank adds its own part, and the model's loss
-              does not show it, see balancing_losses. With M micro-batches in a step give alpha/M;
-              where all gradients, experts' too, are divided by n, n alpha
-    beta      likewise of ST-MoE's z-loss, such as 1e-3
-    gamma     by how much step_biases moves a bias, such as 1e-3
-
-    It communicates: all ranks of `ep` and `everyone` must call it, even in evaluation.
-    """
-
-    def __init__(self, router, experts, route, ep, *, shared=None, everyone=None, alpha=0.0,
-                 beta=0.0, gamma=0.0):
-        super().__init__()
-        E = len(experts.up.weight) * ep.size()
-        assert router.out_features == E, f"MoE: {router.out_features} logits for {E} experts"
-        refuse_forwards([router])
-        self.router = router
-        self.experts = experts
-        self.route = route
-        self.ep = ep
-        self.shared = shared
-        self.everyone = everyone
-        self.alpha = alpha
-        self.beta = beta
-        self.gamma = gamma
-        self.register_buffer("bias_units", router.weight.new_zeros(E, dtype=torch.int64))
-        # sums over backwards, until step_biases and balancing_losses take them
-        self.load_of_step = 0  # (E,) int64, how often the tokens of all ranks chose each expert
-        self.loss_of_step = 0  # () this rank's part of the balancing losses
-        self.last_load = 0  # the load of the last step, to be printed; 0: no backward came by
-
-    def forward(self, x):
-        logits = self.score(x)
-        chosen, gates, probs = self.route(logits, UNIT * self.bias_units.to(logits.dtype))
-        load = rows_of_each(chosen, probs.shape[-1])  # of this rank's tokens
-        routing = self.routing(chosen, load)
-        # partial -> replicated, while the experts are at work
-        summing = dist.all_reduce(load, group=self.everyone, async_op=True)
-        y = self.mix(x, chosen, gates, routing)
-        summing.wait()
-        loss = logits.new_zeros(())  # then AddLoss notes the load alone
-        if self.alpha or self.beta:
-            loss = balancing_loss(load, logits, probs, chosen.shape[-1], self.alpha, self.beta)
-        return AddLoss.apply(y, loss, load, self)
-
-    def mix(self, x, chosen, gates, routing):
-        trip = Trip(routing.send, routing.receive, self.ep)
-        rows = Leave.apply(self.rows_of(x, chosen, routing), trip)  # tokens' ranks -> experts'
-        of_shared = None if self.shared is None else self.shared(x)  # while rows travel
-        rows = Arrive.apply(rows, trip)
-        y = self.answer(rows, gates, routing).view_as(x)
-        return y if of_shared is None else y + of_shared
-
-    def score(self, x):
-        """(.., C) -> logits (.., E), in fp32 or better: rounding changes the choice."""
-        exact = torch.promote_types(x.dtype, torch.float32)
-        bias = self.router.bias
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(exact), self.router.weight.to(exact),
-                            None if bias is None else bias.to(exact))
-
-    def routing(self, chosen, leaving):
-        """chosen (.., K): experts; leaving (E,): rows that go to each -> Routing."""
-        counts = exchange_counts(leaving, self.ep)
-        to_ranks, from_ranks = read_counts(counts)  # [rank][expert]
-        send = [sum(of_rank) for of_rank in to_ranks]
-        receive = [sum(of_rank) for of_rank in from_ranks]
-        sizes = [sum(of_expert) for of_expert in zip(*from_ranks)]
-        order = chosen.flatten().argsort(stable=True)
-        # rows arrive in pieces, from rank 0 for each expert here, from rank 1 likewise, ..
-        pieces = counts[1]  # (ep, E/ep): their sizes
-        # 0 0 1 1 1 ..: the number of each row's piece
-        piece = torch.repeat_interleave(pieces.flatten(), output_size=sum(receive))
-        expert = piece % pieces.shape[1]
-        regroup = expert.argsort(stable=True)
-        ends = pieces.sum(0).cumsum(0).int()
-        return Routing(order, send, receive, regroup, sizes, ends)
-
-    def rows_of(self, x, chosen, routing):
-        """Tokens (.., C) -> rows, sorted by expert."""
-        # not tokens.index_select(0, token): on GPUs its backward adds in any order
-        rows = x.flatten(0, -2).repeat_interleave(chosen.shape[-1], 0)  # (N K, C), by token
-        rows = rows.index_select(0, routing.order)  # by expert, no row twice
-        if torch.is_autocast_enabled(rows.device.type):  # or the experts would, behind the trip
-            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
-        return rows
-
-    def answer(self, rows, gates, routing):
-        """Rows, sorted by source -> (N, C): for each token its experts' answers, times gates."""
-        rows = rows.index_select(0, routing.regroup)  # by source -> by expert
-        answers = self.experts(rows, routing.sizes, routing.ends)
-        answers = answers.index_select(0, routing.regroup.argsort())  # by expert -> by source
-        # experts' ranks -> tokens'
-        answers = AllToAll.apply(answers, routing.receive, routing.send, self.ep)
-        by_token = answers.new_zeros(gates.numel(), answers.shape[1])
-        by_token = by_token.index_copy(0, routing.order, answers)
-        by_token = by_token.unflatten(0, (-1, gates.shape[-1]))  # (N, K, C)
-        gates = gates.to(answers.dtype).flatten(0, -2).unsqueeze(1)  # (N, 1, K)
-        return (gates @ by_token).squeeze(1)  # (N, 1, K) @ (N, K, C)
-
-
 # ---- a step
 
 
@@ -562,13 +562,17 @@ def full_state_dict(model, ep):
 def load_full_state_dict(model, ep, state):
     """Its inverse. state: {name: whole tensor}, the same on all ranks."""
     mine = model.state_dict()
+    known = set()
     for name, tensor in mine.items():
         if is_stack(name):
+            names = [plain_name(name, e) for e in range(len(tensor) * ep.size())]
+            known.update(names)
             first = ep.rank() * len(tensor)
-            here = [state[plain_name(name, e)] for e in range(first, first + len(tensor))]
-            mine[name] = torch.stack(here)
+            mine[name] = torch.stack([state[each] for each in names[first:first + len(tensor)]])
         elif name in state or not name.endswith("bias_units"):  # of which a plain model has none
+            known.add(name)
             mine[name] = state[name]
+    assert known == state.keys(), f"not of this model: {sorted(state.keys() - known)}"
     model.load_state_dict(mine)
 
 

@@ -293,10 +293,12 @@ class TensorParallel:
         """From outside to inside -> Pending: here every rank has all of x already."""
         return Pending(x)
 
-    def reduce(self, y):
-        """From inside to outside: summands y (.., T, C) -> Pending. Their sum takes y's place."""
-        work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
-        return Pending(y, work)
+    def reduce(self, y, keep=False):
+        """From inside to outside: summands y (.., T, C) -> Pending: their sum, in y's place, unless
+        y has to be kept."""
+        x = y.clone() if keep else y
+        work = dist.all_reduce(x, group=self.group, async_op=True)  # partial -> replicated
+        return Pending(x, work)
 
     def cut(self, p, dim, copies=1):
         """This rank keeps its piece of p. p is the same object, and keeps its names and ties."""
@@ -336,7 +338,7 @@ class SequenceParallel(TensorParallel):
         work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
         return PendingPieces(pieces, work)
 
-    def reduce(self, y):
+    def reduce(self, y, keep=True):
         """Summands (.., T, C) -> Pending: this rank's piece (.., T/tp, C) of their sum."""
         T = y.shape[-2]
         assert T % self.size == 0, f"T is {T}: SequenceParallel wants a multiple of {self.size}"
@@ -352,15 +354,13 @@ class SequenceParallel(TensorParallel):
 
 
 class ToOutside(torch.autograd.Function):
-    """g: summands y (.., T, C) -> x as it is outside. y is used up: the sum may take its place."""
+    """g: summands y (.., T, C) -> x as it is outside."""
 
     @staticmethod
     def forward(ctx, y, tp):
         ctx.tp = tp
-        x = tp.reduce(y).wait()  # partial -> replicated or sharded(T)
-        if x is y:
-            ctx.mark_dirty(y)
-        return x
+        # torch's selective checkpointing keeps y, a matmul's result, for backward
+        return tp.reduce(y, keep=True).wait()  # partial -> replicated or sharded(T)
 
     @staticmethod
     @once_differentiable

@@ -24,7 +24,7 @@ from conftest import (
     dry_run_agrees, idea, rewritten, run_ranks, run_script, textbook)
 from harness.ledger import Ledger
 from others import Layer, OfTensors, llama_loss, token_rows
-from tensor_parallel import TensorParallel
+from tensor_parallel import TensorParallel, ToOutside
 
 LLAMA = ("--model", "llama-toy")
 TWO_STEPS = "--steps 2 --no-check"
@@ -404,8 +404,8 @@ def check_collectives(how, calls):
     tp = TensorParallel()
 
     def forward(x):
-        x = F.gelu(tp.leave(module(x)))
-        return F.gelu(tp.leave(module(x))).sin()
+        x = F.gelu(ToOutside.apply(module(x), tp))
+        return F.gelu(ToOutside.apply(module(x), tp)).sin()
 
     def gradients(how):
         x = torch.ones(2, 3, 12).cumsum(0).requires_grad_()

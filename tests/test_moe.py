@@ -1,6 +1,7 @@
 """moe.py in all forms of the toy; its idea and its technique in a model of somebody else."""
 import copy
 import re
+import tempfile
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -413,7 +414,14 @@ def check_transformers(block):
         models.append(Qwen3MoeForCausalLM(cfg).double())
     plain, model = models
     ep = dist.group.WORLD
-    exec(block, {**vars(moe), "ep": ep, "model": model})
+    names = {**vars(moe), "ep": ep, "model": model}
+    exec(block, names)
+    published = names["published"](moe.full_state_dict(model, ep))
+    if dist.get_rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            plain.save_pretrained(folder, state_dict=published)
+            again = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        compare(dict(again.state_dict()), dict(plain.state_dict()))
     ids = torch.randint(64, (2, 9))
     x = ids[:, :-1]
     y = ids[:, 1:]
@@ -423,16 +431,20 @@ def check_transformers(block):
     alone = [dist.new_group([rank]) for rank in range(2)]
     moe.sum_gradients(model, alone[dist.get_rank()])
     found = moe.full_gradients(model, ep)
+    compare({name: found[name] for name in of_mixtures(plain)}, of_mixtures(plain), 1e-6)
+
+
+def of_mixtures(plain):
+    """-> gradients of their experts and routers, by our names."""
+    wanted = {}
     for layer, theirs in enumerate(plain.model.layers):
-        stacks = theirs.mlp.experts
-        gate, up = stacks.gate_up_proj.grad.chunk(2, 1)
         name = f"model.layers.{layer}.mlp"
-        for which, stack in ("gate", gate), ("up", up), ("down", stacks.down_proj.grad):
+        wanted[f"{name}.router.weight"] = theirs.mlp.gate.weight.grad
+        gate, up = theirs.mlp.experts.gate_up_proj.grad.chunk(2, 1)
+        for which, stack in ("gate", gate), ("up", up), ("down", theirs.mlp.experts.down_proj.grad):
             for e, gradient in enumerate(stack):
-                torch.testing.assert_close(
-                    found[f"{name}.experts.{e}.{which}.weight"], gradient, rtol=0, atol=1e-6)
-        torch.testing.assert_close(
-            found[f"{name}.router.weight"], theirs.mlp.gate.weight.grad, rtol=0, atol=1e-6)
+                wanted[f"{name}.experts.{e}.{which}.weight"] = gradient
+    return wanted
 
 
 def test_a_model_of_transformers():
@@ -500,6 +512,8 @@ def assert_refused(layer):
     narrow = {name: t[:1] if name.endswith("up.weight") else t for name, t in whole.items()}
     with pytest.raises(RuntimeError, match="size mismatch for experts.experts.up.weight"):
         moe.load_full_state_dict(model, layer.ep, narrow)  # copy_ would take it, for all rows
+    with pytest.raises(AssertionError, match="not of this model: .'experts.experts.4.up.weight'"):
+        moe.load_full_state_dict(model, layer.ep, {**whole, "experts.experts.4.up.weight": None})
 
 
 def check_gamma_becomes_0():

@@ -1,5 +1,6 @@
 """tensor_parallel.py in all forms of the toy; its idea and its technique in a model of others."""
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from amp_accum_ckpt import selective_at_work
 from common import adamw
 from conftest import (
     PROOF, alone, check_differs, check_dry_runs, check_each, check_equal, check_refused, copied,
@@ -120,15 +122,27 @@ def check_kept():
     backward(output, y, tp)
 
 
+def check_kept_matmuls(kind):
+    """torch's selective checkpointing keeps what a RowLinear adds: g may not write there."""
+    plain, model, tp = both(kind)
+    x, y = BATCH
+    loss_sum(plain(x)["logits"], y).backward()
+    for layer in model.layers:
+        layer.forward = partial(selective_at_work, layer.forward)
+    backward(model(x), y, tp)
+    section.sum_gradients(model, tp)
+    compare(section.full_gradients(model, tp), gradients_of(plain))
+
+
 def check_order():
     """The sum of dx is under way while weights' gradients are made."""
     code = copied("tensor_parallel")
     events = []
 
     class Watched(code.TensorParallel):
-        def reduce(self, y):
+        def reduce(self, *args):
             events.append("sum begins")
-            pending = super().reduce(y)
+            pending = super().reduce(*args)
             wait = pending.wait
             pending.wait = lambda: events.append("sum ends") or wait()
             return pending
@@ -283,6 +297,8 @@ def test_copy():
 def check_parts():
     check_meta("TensorParallel", True)
     check_meta("SequenceParallel", False)
+    check_kept_matmuls("TensorParallel")
+    check_kept_matmuls("SequenceParallel")
     for check in (check_kept, check_order, check_loss, check_half, check_two_names, check_in_turn,
                   check_refusals):
         check()
