@@ -108,12 +108,12 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
     return loss, clip_and_step(trained, optimizer, clip, scaler)
 
 
-def clip_and_step(parameters, optimizer, clip, scaler):  # clip: math.inf for none -> the norm
+def clip_and_step(parameters, optimizer, clip, scaler):  # clip: math.inf for none
     trained = [p for p in parameters if p.grad is not None]
     if scaler:
         for p in trained:
             p.grad /= scaler.scale
-    norm = nn.utils.clip_grad_norm_(trained, clip)  # as it was
+    norm = nn.utils.clip_grad_norm_(trained, clip)  # before it is clipped
     if scaler:
         scaler.step(optimizer, norm)
     else:
@@ -408,13 +408,6 @@ def loss_in_chunks(loss_of, x, y, chunks):
     return loss
 
 
-def head_and_loss(weight, rows, targets):
-    """partial(head_and_loss, head.weight) is a loss_of, of a head without bias."""
-    logits = F.linear(rows, weight)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, targets, reduction="sum")
-
-
 # ---- mixed precision, without waiting
 
 # Autocast casts fp32 weights to 2 bytes in each forward. Weights in bf16 need no casts and have
@@ -470,6 +463,11 @@ def parallelize(model, checkpointing=None, loss_chunks=1):
         assert model.head.bias is None, "head_and_loss takes the weight alone"
         model.head.forward = lambda x: x  # its weight goes to head_and_loss
     return model
+
+
+def head_and_loss(weight, rows, targets):
+    """As loss_sum, of what the head reads: rows (.., C)."""
+    return loss_sum(F.linear(rows, weight), targets)
 
 
 # ---- 4. at work: the same with torch's own API -------------------------------

@@ -676,9 +676,7 @@ def load_full_state_dict(model, tp, state):
             piece = shard(piece, tp.cuts[t], tp)
         assert piece.shape == t.shape, f"{name}: {tuple(piece.shape)}, not {tuple(t.shape)}"
         if t.is_meta:
-            piece = piece.clone()
-            if isinstance(t, nn.Parameter):
-                piece = nn.Parameter(piece, t.requires_grad)
+            piece = nn.Parameter(piece.clone(), t.requires_grad)
             torch.utils.swap_tensors(t, piece)  # t stays, and with it names and ties
         else:
             t.data.copy_(piece)

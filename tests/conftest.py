@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 import types
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -49,6 +50,16 @@ def pytest_collection_finish():
 
 
 # ---- ranks ---------------------------------------------------------------------
+
+
+def with_transformers(check, world, first):
+    """check(block of your-model.md that begins so) on ranks, where transformers is installed."""
+    if not find_spec("transformers"):
+        print("transformers is not installed: nothing is compared")
+        return
+    page = (ROOT / "docs" / "your-model.md").read_text()
+    block, = re.findall(rf"```python\n({re.escape(first)}.*?)```", page, re.S)
+    run_ranks(check, world, block)
 
 
 def be_rank(rank, world, port, check, args):

@@ -1,8 +1,8 @@
 """context_parallel.py in all forms of the toy; its idea and its technique around a model of
 somebody else, and attention alone."""
+import copy
 import re
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ import context_parallel
 from common import adamw, attend
 from conftest import (
     ROOT, alone, check_bug_shows, check_each, check_equal, check_refused, copied, dry_run_agrees,
-    idea, rewritten, run_ranks, textbook)
+    idea, rewritten, run_ranks, textbook, with_transformers)
 from context_parallel import KINDS, Ring, Ulysses, Zigzag, seen
 from others import Llama, compare, gradients_of, loss_sum, micro_batches, trained
 
@@ -202,27 +202,13 @@ def test_copy():
 
 
 def check_asserts():
-    q, k = [torch.ones(1, heads, 4, 8) for heads in (4, 2)]
-    for ranks in Zigzag(), Ulysses():
-        for k_of, documents, words in (
-            (torch.ones(1, 6, 4, 8), None, "4 heads of q for 6 of k"),
-            (k, torch.ones(1, 4), r"documents \(1, 4\).* all 8 tokens"),
-            (k, torch.ones(1, 1, 8, 8), r"documents \(1, 1, 8, 8\)"),
-        ):
-            with pytest.raises(AssertionError, match=words):
-                ranks.attend(q, k_of, k_of, documents)
-    group = dist.new_group([0])
-    if dist.get_rank() == 1:
-        with pytest.raises(AssertionError, match="not in the group"):
-            Zigzag(group)
+    q, k = [torch.ones(1, heads, 4, 8) for heads in (5, 2)]
+    with pytest.raises(AssertionError, match="5 heads of q for 2 of k"):
+        Zigzag().attend(q, k, k)
 
 
 def test_asserts():
-    run_ranks(check_asserts, 2)
-
-
-def loss_of_theirs(model, x, y):
-    return loss_sum(model(x, use_cache=False).logits, y)
+    run_ranks(check_asserts, 1)
 
 
 def check_transformers(block):
@@ -235,9 +221,9 @@ def check_transformers(block):
     ring = Zigzag()
     own = ring.positions(8)
     x, y = micro_batches(0)[0]
-    loss_of_theirs(plain, x, y).backward()
-    model = Qwen3ForCausalLM(plain.config).double()
-    model.load_state_dict(plain.state_dict())
+    loss_sum(plain(x, use_cache=False).logits, y).backward()
+    model = copy.deepcopy(plain)
+    model.zero_grad()
     names = dict(model=model, ring=ring, x=x, own=own)
     exec(block, names)
     loss_sum(names["logits"], y[:, own]).backward()
@@ -247,12 +233,7 @@ def check_transformers(block):
 
 def test_a_model_of_transformers():
     """Their Qwen3, by the page's lines."""
-    if not find_spec("transformers"):
-        print("transformers is not installed: nothing is compared")
-        return
-    page = (ROOT / "docs" / "your-model.md").read_text()
-    block, = re.findall(r"```python\n(# their attention.*?)```", page, re.S)
-    run_ranks(check_transformers, 2, block)
+    with_transformers(check_transformers, 2, "# their attention")
 
 
 # ---- cost ------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import weakref
 from functools import partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,8 @@ from amp_accum_ckpt import full
 from common import adamw, loss_sum, share
 from conftest import (
     GAPS, PROOF, ROOT, SMALL, alone, check_bug_shows, check_dry_runs, check_each, check_equal,
-    check_refused, parts, rewritten, run_ranks, run_script, run_tool, textbook)
+    check_refused, parts, rewritten, run_ranks, run_script, run_tool, textbook,
+    with_transformers)
 from harness.flags import arguments
 from harness.prove import prove
 from others import (
@@ -35,7 +35,6 @@ from tensor_parallel import (
     load_full_state_dict)
 from tools.ranks import TECHNIQUES
 
-YOUR_MODEL = (ROOT / "docs" / "your-model.md").read_text()
 FORMS = {
     "gpt2": ("--layers", "3", "--vocab", "257"),
     "llama": ("--model", "llama-toy", "--layers", "3", "--vocab", "257", "--hidden", "48"),
@@ -587,11 +586,7 @@ def train_transformer(make, hybrid_of):
 
 def test_models_of_transformers():
     """Their own Llama and Qwen3, by the page's lines."""
-    if not find_spec("transformers"):
-        print("transformers is not installed: nothing is compared")
-        return
-    block, = re.findall(r"```python\n(# LlamaForCausalLM.*?)```", YOUR_MODEL, re.S)
-    run_ranks(check_transformers, 4, block)
+    with_transformers(check_transformers, 4, "# LlamaForCausalLM")
 
 
 def test_ten_files_alone(tmp_path):
