@@ -520,6 +520,7 @@ def parallelize(model, ring):
     """
 
     @cache  # every layer of Llama's form asks for the same
+    @torch.inference_mode(False)  # also if the first is an evaluation: training will use it
     def where(length, device):  # this rank has `length` tokens
         return ring.positions(ring.cp * length, device)
 

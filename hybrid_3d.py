@@ -39,18 +39,17 @@ ZeRO-3 of several stages; with Ws Linears that run twice in a stage; key_values 
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
 import re
-from collections import defaultdict, namedtuple
+from collections import namedtuple
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.autograd.function import once_differentiable
 
 import tensor_parallel
 from common import loss_sum
 from pipeline_parallel import (
-    Mail, SplitLinear, SplitPipeline, gather, homes, make_links, make_plans, split_linear)
+    Mail, SplitPipeline, gather, homes, make_links, make_plans, split, split_linear)
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, Cut, RowLinear, SequenceParallel, TensorParallel, assert_same,
     vocab_parallel_cross_entropy)
@@ -190,7 +189,7 @@ def run_microbatches(model, x, y, valid):
 # ---- 2. the technique (copy this; of part 1 it takes nothing) ----------------
 
 # It needs common.py, pipeline_parallel.py, tensor_parallel.py and zero.py; to recompute layers also
-# amp_accum_ckpt.py, for cp context_parallel.py, for experts moe.py. The whole file imports all six.
+# amp_accum_ckpt.py, for cp context_parallel.py, for experts moe.py. This whole file needs them all.
 # What it adds to the idea, on rank 0 of the toy, dp 2 tp 2 pp 2:
 #     a buffer for a layer's gradients    34 all-reduces over dp -> 4, under way while backward
 #                                         makes the next layer's gradients
@@ -324,9 +323,10 @@ def alike(fate):
 # The way of a gradient, such as that of a norm's weight, with --sp and ZeRO-1:
 #     B of a micro-batch      autograd calls ZeRO's hook, which adds it to its unit's buffer
 #     B of the last one       meanwhile a reduce-scatter over data: part.grad, this rank's part
+#     end of pipeline.step    waits for the sum, and sums what is tied
 #     sum_gradients           sums over tp, and over ends what is tied, as its fate says
 #     gradient_norm           of ranks with the same numbers the first one counts them
-#     copies.step             master.grad; AdamW steps master; an all-gather over data: new weights
+#     step                    master.grad; AdamW steps master; an all-gather over data: new weights
 
 
 def train_step(model, optimizer, x, y, valid, clip):
@@ -337,24 +337,23 @@ def train_step(model, optimizer, x, y, valid, clip):
 
     -> this rank's part of the loss, the norm of the whole gradient.
     """
-    model.copies.zero_grad()
+    model.zero_grad()
     inputs, loss_of = model.in_microbatches(x, y, valid)
     loss = model.pipeline.step(inputs, loss_of) / model.tp.size  # every rank of tp has all of it
     sum_gradients(model)
     norm = gradient_norm(model)
-    gradients = [part.grad for part in model.copies.parts]
+    gradients = [part.grad for part in model.parts]
     if clip and gradients:
         finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled, the fault shows
         # clip_grads_with_norm_ would want parameters
         torch._foreach_mul_(gradients, (clip / (finite + 1e-6)).clamp(max=1))
-    model.copies.step(optimizer)
+    model.step(optimizer)
     return loss, norm
 
 
 def sum_gradients(model):
-    """First over copies: with ZeRO this rank's parts alone are left for sums along other axes."""
-    model.copies.reduce()
-    fates = [(model.table[part.parameter].fate, part.grad) for part in model.copies.parts]
+    """Along other axes than copies, which the pipeline has summed: with ZeRO of parts alone."""
+    fates = [(model.table[part.parameter].fate, part.grad) for part in model.parts]
     for axis in ("tp", "twins", "ends"):  # few models have twins
         gradients = [gradient for fate, gradient in fates if fate.get(axis) == "sum"]
         if gradients and model.group[axis].size() > 1:
@@ -366,7 +365,7 @@ def gradient_norm(model):
     """Of the whole model. Of the ranks that hold the same numbers the first one counts them."""
     p = next(model.parameters())
     square = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-    counted = [part.grad for part in model.copies.parts if model.is_first(part.parameter)]
+    counted = [part.grad for part in model.parts if model.is_first(part.parameter)]
     if counted:
         square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
     dist.all_reduce(square)  # over all ranks: partial -> replicated
@@ -380,7 +379,7 @@ def assert_alike(model, x, y):
     same = {"x": x.double(), "y": y.double()}
     for axis in ("pp", "cp"):
         assert_same(same, model.group[axis])
-    for part in model.copies.parts:
+    for part in model.parts:
         row = model.table[part.parameter]
         if row.fate["tp"] == "same":
             same[row.name] = part.grad
@@ -436,24 +435,35 @@ class Hybrid(nn.Module):
         alternates = plans == make_plans("1f1b", 1, len(plans[0]) // 2)
         assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
         self.table = {p: table[p] for p in self.parameters()}
-        self.ep = TensorParallel(mesh.group["ep"])  # cuts stacks of experts, as tp cuts matrices
-        for p, row in self.table.items():
-            if row.kind == "expert":
-                self.ep.cuts[p] = Cut(0, len(p) * self.ep.size)
-        for p in table.keys() & tp.cuts.keys() & tp.sum_over.keys():
-            self.group["twins"] = tp.sum_over[p]  # of all such p it is one group
-        for p in table.keys() - self.table.keys():  # so that what is on other stages can be freed
-            tp.cuts.pop(p, None)
-            tp.sum_over.pop(p, None)
+        self.know_cuts(table)
         has_w = any(action.kind == "W" for action in plans[0])
         if has_w:
             split_cut_linears(self.stages)
-        self.copies = Copies(here, self.table, self.group, layers, zero, reduce_dtype, has_w)
+        self.zeros = zeros_of_tied(self.table, self.group, zero, reduce_dtype)
+        zeros_of = {}  # {stage: its ZeROs, without what is tied}
+        for number, stage in here.items():
+            zeros_of[number] = zeros_of_stage(
+                stage, self.table, self.group, set(layers), zero, reduce_dtype, has_w)
+            self.zeros += zeros_of[number]
+        self.units = [unit for each in self.zeros for unit in each.units]
+        self.parts = [part for each in self.zeros for part in each.parts]
         p = next(self.parameters())
         links = make_links(plans, mesh.pipelines)
         no_size = ()  # each batch sets mail.size, see in_microbatches
         mail = Mail(plans, no_size, p.dtype, p.device, mesh.group["pp"], links)
-        self.pipeline = SummingPipeline(here, plans, mail, self.copies.zeros_of)
+        self.pipeline = SummingPipeline(here, plans, mail, zeros_of, self.zeros)
+
+    def know_cuts(self, table):
+        """table: of all stages."""
+        self.ep = TensorParallel(self.group["ep"])  # cuts stacks of experts, as tp cuts matrices
+        for p, row in self.table.items():
+            if row.kind == "expert":
+                self.ep.cuts[p] = Cut(0, len(p) * self.ep.size)
+        for p in table.keys() & self.tp.cuts.keys() & self.tp.sum_over.keys():
+            self.group["twins"] = self.tp.sum_over[p]  # of all such p it is one group
+        for p in table.keys() - self.table.keys():  # so that what is on other stages can be freed
+            self.tp.cuts.pop(p, None)
+            self.tp.sum_over.pop(p, None)
 
     def is_first(self, p):
         """Is this the first of the ranks that have the same of p's gradient?"""
@@ -486,12 +496,22 @@ class Hybrid(nn.Module):
     def parameter_groups(self, groups=None):
         """groups: what an optimizer takes, of hybrid.parameters(), such as by p.dim() -> dicts with
         our masters, which are flat."""
-        return groups_of_masters(self.copies.units, groups)
+        return groups_of_masters(self.units, groups)
+
+    def zero_grad(self):
+        for zero in self.zeros:
+            zero.zero_grad()
+
+    def step(self, optimizer):
+        for zero in self.zeros:
+            zero.begin_step([])  # all: of two optimizers one may have masters of the others alone
+        for zero in self.zeros:
+            zero.step(optimizer)
 
     # -- the whole: {name: tensor} on every rank. All must call it
 
     def full_state_dict(self):
-        trained = self.copies.full_parameters()
+        trained = {p: t for zero in self.zeros for p, t in zero.full_parameters().items()}
         mine = {}
         for stage in self.stages:
             for name, t in stage.state_dict(keep_vars=True).items():
@@ -500,8 +520,9 @@ class Hybrid(nn.Module):
 
     def full_gradients(self):
         mine = {}
-        for p, gradient in self.copies.full_gradients().items():
-            mine[self.table[p].name] = self.unshard(p, gradient)
+        for zero in self.zeros:
+            for p, gradient in zero.full_gradients().items():
+                mine[self.table[p].name] = self.unshard(p, gradient)
         return gather(mine, self.group["pp"])
 
     def load_full_state_dict(self, state):
@@ -512,7 +533,7 @@ class Hybrid(nn.Module):
             for name, t in stage.state_dict(keep_vars=True).items():
                 known = self.table[t].name if t in self.table else name
                 mine[name] = self.shard(t, state[known])
-            load_parts(stage, self.copies, mine)
+            load_parts(stage, self, mine)
 
     def refuse(self, *_, **__):
         raise RuntimeError("pieces, without masters: take full_state_dict, load_full_state_dict")
@@ -539,7 +560,7 @@ class Hybrid(nn.Module):
         return text_of(rows, axes)
 
 
-# ---- how copies sum, under backward, and step
+# ---- how copies sum, under backward
 
 
 class ZeRO0(ZeRO1):
@@ -567,75 +588,37 @@ class ZeRO0(ZeRO1):
         return found
 
 
-class Copies:
-    """Sums this rank's gradients over copies, and steps: has a ZeRO for each stage, one for the
-    experts of each, and one for what is tied.
+LADDER = ZeRO0, ZeRO1, ZeRO2, ZeRO3
 
-    here: {number: stage} of this rank. table: {parameter: Row}. group: {axis: group}
-    layers: the model's; the parameters of each are a unit
-    level: 0, 1, 2 or 3, Hybrid's `zero`. has_w: are there Ws?
+
+def zeros_of_stage(stage, table, group, layers, level, reduce_dtype, has_w):
+    """-> a ZeRO of what this stage alone has, and one of its experts, which have other copies.
+
+    layers: the parameters of each are a unit. level: Hybrid's `zero`. has_w: are there Ws?
     """
-
-    def __init__(self, here, table, group, layers, level, reduce_dtype, has_w):
-        ladder = ZeRO0, ZeRO1, ZeRO2, ZeRO3
-        self.zeros_of = defaultdict(list)  # {stage: its ZeROs, without what is tied}
-        for number, stage in here.items():
-            for axis in ("data", "replicas"):  # replicas: of experts
-                units = units_along(axis, stage, table, set(layers))
-                if has_w and level == 2:
-                    units = vectors_apart(units)
-                if units:
-                    zero = ladder[level](units, group[axis], reduce_dtype=reduce_dtype)
-                    self.zeros_of[number].append(zero)
-        self.zeros = [zero for zeros in self.zeros_of.values() for zero in zeros]
-        tied = [p for p, row in table.items() if "ends" in row.fate and p.requires_grad]
-        for p in tied:
-            p.data = p.data.contiguous()  # a broadcast sends memory, whatever the strides
-            dist.broadcast(p.data, group=group["ends"], group_src=0)  # the first stage's -> both's
-        if tied:  # summed over ends, too, so once in a step
-            of_level = ladder[min(level, 1)]
-            self.zeros.append(of_level([(tied, [])], group["data"], reduce_dtype=reduce_dtype))
-        self.units = [unit for zero in self.zeros for unit in zero.units]
-        self.parts = [part for zero in self.zeros for part in zero.parts]
-
-    def zero_grad(self):
-        for zero in self.zeros:
-            zero.zero_grad()
-            zero.sync = False  # backwards only add, until SummingPipeline or reduce says otherwise
-
-    def reduce(self):
-        """After all backwards: ZeRO-0 and 1 end the sums that backwards have begun, and sum what is
-        tied."""
-        for zero in self.zeros:
-            if not isinstance(zero, ZeRO2):  # ZeRO2 and ZeRO3 have summed in each micro-batch
-                zero.sync = True
-                zero.reduce()  # partial -> sharded
-
-    def step(self, optimizer):
-        for zero in self.zeros:
-            for other in self.zeros:
-                other.begin_step([])  # of two optimizers one may have masters of the others alone
-            zero.step(optimizer)
-        for zero in self.zeros:
-            zero.end_step([])
-
-    def full_parameters(self):
-        return {p: t for zero in self.zeros for p, t in zero.full_parameters().items()}
-
-    def full_gradients(self):
-        return {p: t for zero in self.zeros for p, t in zero.full_gradients().items()}
-
-
-def units_along(axis, stage, table, layers):
-    """-> units, as zero.py has them, of what this stage alone has, with copies along this axis."""
+    zeros = []
     own = [module for module in stage.modules() if module in layers]
-    units = []
-    for parameters, sites in units_of(stage, own):
-        copied = [p for p in parameters if axis in table[p].fate]
-        mine = [p for p in copied if "ends" not in table[p].fate]
-        if mine:
-            units.append((mine, sites))
-    return units
+    for axis in ("data", "replicas"):  # replicas: of experts
+        units = []
+        for parameters, sites in units_of(stage, own):
+            copied = [p for p in parameters if axis in table[p].fate]
+            units.append(([p for p in copied if "ends" not in table[p].fate], sites))
+        if has_w and level == 2:
+            units = vectors_apart(units)
+        units = [unit for unit in units if unit[0]]
+        if units:
+            zeros.append(LADDER[level](units, group[axis], reduce_dtype=reduce_dtype))
+    return zeros
+
+
+def zeros_of_tied(table, group, level, reduce_dtype):
+    """-> a ZeRO of what is tied, if any is: it is summed over ends, too, so once in a step."""
+    tied = [p for p, row in table.items() if "ends" in row.fate and p.requires_grad]
+    for p in tied:
+        p.data = p.data.contiguous()  # a broadcast sends memory, whatever the strides
+        dist.broadcast(p.data, group=group["ends"], group_src=0)  # the first stage's -> both's
+    kind = LADDER[min(level, 1)]
+    return [kind([(tied, [])], group["data"], reduce_dtype=reduce_dtype)] if tied else []
 
 
 class SummingPipeline(SplitPipeline):
@@ -645,17 +628,25 @@ class SummingPipeline(SplitPipeline):
     F0 F1 B0 W0 B1 W1    B1, W1                W0, W1
 
     B makes norms' gradients, W those of matrices: a unit with both is summed in W. What is tied is
-    summed in Copies.reduce.
+    summed at the end.
+
+    zeros_of: {stage: [ZeRO]}. zeros: all of them, and those of what is tied
     """
 
-    def __init__(self, modules, plans, mail, zeros_of):
+    def __init__(self, modules, plans, mail, zeros_of, zeros):
         super().__init__(modules, plans, mail)
-        self.zeros_of = zeros_of  # {stage: [ZeRO]}
+        self.zeros_of = zeros_of
+        self.once = [zero for zero in zeros if not isinstance(zero, ZeRO2)]  # they sum once a step
         self.ending = []  # ZeROs whose last sum of this micro-batch is under way
 
     def step(self, inputs, loss_of):
+        for zero in self.once:
+            zero.sync = False  # backwards only add, until the last one
         loss = super().step(inputs, loss_of)
         self.end_sums()
+        for zero in self.once:
+            zero.sync = True
+            zero.reduce()  # partial -> sharded
         return loss
 
     def end_sums(self):
@@ -684,37 +675,14 @@ class SummingPipeline(SplitPipeline):
 # ---- for schedules with Ws: a backward in two parts, of what tp has cut
 
 
-class SplitColumns(torch.autograd.Function):
-    """ColumnParallel with a backward that makes dx, and leaves gradients of parameters to W.
-
-    Then nothing hides the sum of dx over tp. RowLinears take SplitLinear.
-    """
-
-    @staticmethod
-    def forward(ctx, tp, x, parameters):
-        # not saved tensors, which have lost the graph of a cast that autocast has made
-        ctx.parameters = parameters
-        return ColumnParallel.forward(ctx, tp, x, *parameters)  # ctx gets tp and x, too
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *dys):
-        x, *_ = ctx.saved_tensors
-        reducing = ctx.tp.reduce(tensor_parallel.input_gradient(dys, ctx.parameters[::2]))
-        w = partial(add_gradients, ctx.tp, x, dys, ctx.parameters)
-        if SplitLinear.later is None:
-            w()
-        else:
-            SplitLinear.later.append(w)
-        return None, reducing.wait(), None
-
-
 def split_columns(tp, x, *parameters):
-    if not any(p is not None and p.requires_grad for p in parameters):
-        return ColumnParallel.apply(tp, x, *parameters)  # no W
-    if torch.is_grad_enabled() and not x.requires_grad:
-        x = x.detach().requires_grad_()  # else autograd, which sees x alone, would skip backward
-    return SplitColumns.apply(tp, x, parameters)  # in a tuple: see SplitLinear
+    """ColumnParallel. Its own backward is W: it gathers x again. Nothing hides B's sum over tp."""
+
+    def gradient_of_x(*dys):
+        summand = tensor_parallel.input_gradient(dys, parameters[::2])
+        return tp.reduce(summand).wait()  # partial -> replicated or sharded(T)
+
+    return split(partial(ColumnParallel.apply, tp), gradient_of_x, x, *parameters)
 
 
 def split_cut_linears(stages):
@@ -728,16 +696,6 @@ def split_cut_linears(stages):
             module.multiply = partial(split_linear, weight=module.weight, bias=None)
 
 
-def add_gradients(tp, x, dys, parameters):
-    """W of some Linears that read the same x. parameters: weight, bias, weight, bias, .."""
-    x = tp.gather(x).wait()  # sharded(T) -> replicated
-    gradients = tensor_parallel.weight_gradients(x, dys, parameters[1::2])
-    for p, gradient in zip(parameters, gradients):
-        if gradient is not None and p.requires_grad:
-            # adds to p.grad, calls ZeRO's hook, and goes through a cast that autocast has made
-            torch.autograd.backward(p, gradient)
-
-
 def vectors_apart(units):
     """ZeRO-2 keeps a unit's gradients from the first to the last. Norms' come in B, long before
     matrices' in W: so what has one dim is a unit of its own."""
@@ -745,7 +703,7 @@ def vectors_apart(units):
     apart = [(vectors, [])]  # sites are for ZeRO-3
     for parameters, sites in units:
         apart.append(([p for p in parameters if p.dim() != 1], sites))
-    return [unit for unit in apart if unit[0]]
+    return apart
 
 
 # ---- what print(hybrid) shows
@@ -1090,7 +1048,7 @@ def pieces(model, optimizer):
     from harness.checkpoint import of_cuts, of_stacks, pieces_of_units
 
     named = [(row.name, p) for p, row in model.table.items()]
-    found = of_cuts(pieces_of_units(model.copies.units, named, optimizer), model.tp)
+    found = of_cuts(pieces_of_units(model.units, named, optimizer), model.tp)
     return of_stacks(found, model.ep.rank, moe.plain_name)
 
 
@@ -1149,15 +1107,15 @@ def set_up_ours(run, plain, mesh, plans, layers):
     moe.name_experts(model, names, mesh.group["ep"], args.experts)
     optimizer = run.optimizer(
         named, groups=model.parameter_groups, names=names,
-        wholes=partial(wholes_of_units_of_cuts, model.copies.zeros, model.tp, names))
+        wholes=partial(wholes_of_units_of_cuts, model.zeros, model.tp, names))
     step = step_with_experts if args.experts else train_step
     if args.optimizer == "muon":
-        model.copies.step = partial(step_at_once, model.copies.zeros)
+        model.step = partial(step_at_once, model.zeros)
     return run.side(
         model, optimizer, step,
         evaluate=partial(evaluate, model), full_gradients=partial(full_gradients, model),
         full_state_dict=partial(full_state_dict, model), pieces=partial(pieces, model, optimizer),
-        held=partial(held, model, model.copies, optimizer),
+        held=partial(held, model, model, optimizer),
         extra=partial(notes, model) if args.experts else dict)
 
 

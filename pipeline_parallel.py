@@ -558,42 +558,51 @@ def gather(mine, group):
 #     W    grad_A = grad_y^T x     nobody waits for it: grad_y and x are kept until then
 
 
-class SplitLinear(torch.autograd.Function):
-    """F.linear with a backward in two parts: autograd's backward is B, and puts W, a function, into
-    the list `later`; without a list it does W at once.
-
-    parameters: weight and bias. In a tuple autograd does not see them; else (torch 2.13) B would
-    call their post-accumulate hooks, though it makes no gradient of theirs.
-    """
+class Split(torch.autograd.Function):
+    """A function with a backward in two parts: autograd's backward is B, and puts W, a function,
+    into the list `later`; without a list it does W at once."""
 
     later = None  # a list during a B that leaves a W
 
     @staticmethod
-    def forward(ctx, x, parameters):
-        ctx.weight, _ = parameters
+    def forward(ctx, function, gradient_of_x, x, parameters):
         with torch.enable_grad():  # a second graph, from the parameters alone: its backward is W
-            y = F.linear(x.detach(), *parameters)
-        ctx.edge = get_gradient_edge(y)
-        return y.detach()
+            ys = function(x.detach(), *parameters)
+        ctx.edges = [get_gradient_edge(y) for y in ys]
+        ctx.gradient_of_x = gradient_of_x
+        return tuple(y.detach() for y in ys)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        w = partial(torch.autograd.backward, ctx.edge, grad)
-        if SplitLinear.later is None:
+    def backward(ctx, *gradients):
+        w = partial(torch.autograd.backward, ctx.edges, gradients)
+        if Split.later is None:
             w()
         else:
-            SplitLinear.later.append(w)
-        return grad @ ctx.weight.to(grad.dtype), None  # under autocast their dtypes may differ
+            Split.later.append(w)
+        return None, None, ctx.gradient_of_x(*gradients), None
+
+
+def split(function, gradient_of_x, x, *parameters):
+    """-> function(x, *parameters), a tuple of tensors. gradient_of_x(their gradients) is B's."""
+    trained = any(p is not None and p.requires_grad for p in parameters)
+    if not trained or not torch.is_grad_enabled():
+        return function(x, *parameters)  # no W
+    if not x.requires_grad:
+        x = x.detach().requires_grad_()  # else autograd, which sees x alone, would skip backward
+    # Parameters are in a tuple, where autograd does not see them; else (torch 2.13) B would call
+    # their post-accumulate hooks, though it makes no gradient of theirs.
+    return Split.apply(function, gradient_of_x, x, parameters)
 
 
 def split_linear(x, weight, bias):
-    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    if not trained or not torch.is_grad_enabled():
-        return F.linear(x, weight, bias)  # no W
-    if not x.requires_grad:
-        x = x.detach().requires_grad_()  # else autograd, which sees x alone, would skip backward
-    return SplitLinear.apply(x, (weight, bias))
+    def product(*operands):
+        return (F.linear(*operands),)
+
+    def gradient_of_x(grad):
+        return grad @ weight.to(grad.dtype)  # under autocast their dtypes may differ
+
+    return split(product, gradient_of_x, x, weight, bias)[0]
 
 
 def forward_split(linear, x):
@@ -603,7 +612,7 @@ def forward_split(linear, x):
 class SplitPipeline(Pipeline):
     """Its plan may have Ws: a B that has one leaves that work to it. Without Ws it is a Pipeline.
 
-        B    later = []; each SplitLinear, from the last layer to the first, appends its w
+        B    later = []; each Split, from the last layer to the first, appends its w
         W    calls them in this order
     """
 
@@ -628,11 +637,11 @@ class SplitPipeline(Pipeline):
     def backward(self, m, stage, grad):
         if (m, stage) in self.split:
             self.ws[m, stage] = []
-            SplitLinear.later = self.ws[m, stage]  # each SplitLinear appends to it
+            Split.later = self.ws[m, stage]  # each Split appends to it
         try:
             return super().backward(m, stage, grad)
         finally:  # also if it raises, and somebody goes on
-            SplitLinear.later = None
+            Split.later = None
 
 
 # ---- 2.6 schedules ----

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_accum_ckpt
 import context_parallel
-from common import adamw, attend
+from common import FORMS, GPTConfig, adamw, attend, build
 from conftest import (
     ROOT, alone, check_bug_shows, check_each, check_equal, check_refused, copied, dry_run_agrees,
     idea, rewritten, run_ranks, textbook, with_transformers)
@@ -209,6 +209,20 @@ def check_asserts():
 
 def test_asserts():
     run_ranks(check_asserts, 1)
+
+
+def check_evaluated_first():
+    cfg = GPTConfig(1, 8, 2, 16, 4, FORMS["gpt2"], 2, 16)
+    model = context_parallel.parallelize(build(cfg, 0), Zigzag())
+    x = torch.zeros(1, 4, dtype=torch.int64)
+    with torch.inference_mode():
+        model(x)
+    model(x).sum().backward()
+
+
+def test_evaluated_in_inference_mode_before_the_first_step():
+    """It makes the positions that are cached, and trained with."""
+    run_ranks(check_evaluated_first, 1)
 
 
 def check_transformers(block):

@@ -497,13 +497,12 @@ def check_sent_first(zero):
     mail = hybrid.pipeline.mail
     put = mail.put
     mail.put = lambda action, result: (events.append(action), put(action, result))
-    ours, = hybrid.copies.zeros
+    ours, = hybrid.zeros
     keep_sum = ours.keep_sum
     ours.keep_sum = lambda unit: (events.append(ours.units.index(unit)), keep_sum(unit))
     model.forward = lambda x, forward=model.forward: forward(x)["logits"]
     inputs, loss_of = hybrid.in_microbatches(*whole_batch(0), 1)
     hybrid.pipeline.step(inputs, loss_of)
-    hybrid.copies.reduce()
     assert len(events) == 4 + len(ours.units) * (1 if zero < 2 else 2)
     *_, last = [event for event in events if event in (0, ("B", 1, 0))]
     assert last == 0, events
@@ -620,7 +619,6 @@ def check_asserts():
     hybrid = bf16_hybrid(0)
     x, y = [torch.cat(rows) for rows in zip(*bf16_rows()[:4])]
     hybrid.pipeline.step(*hybrid.in_microbatches(x, y, 1))
-    hybrid.copies.reduce()
     with pytest.raises(AssertionError, match="3 rows, T/cp 8: pad to multiples of 4 and 1"):
         hybrid.in_microbatches(x[:3], y[:3], 1)
     with pytest.raises(AssertionError, match="copies sum once a step"):

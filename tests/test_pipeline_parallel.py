@@ -137,7 +137,7 @@ def check_ws_want_a_split_pipeline():
     split.kept[0, 0] = x, torch.autograd.graph.get_gradient_edge(y)
     with pytest.raises(ZeroDivisionError):  # in a B, and somebody goes on
         split.backward(0, 0, None)
-    assert pipeline_parallel.SplitLinear.later is None
+    assert pipeline_parallel.Split.later is None
 
 
 def test_ws_want_a_split_pipeline():
@@ -460,7 +460,7 @@ def test_strides():
 
 
 def no_split(module):
-    module.SplitLinear.apply = None
+    module.Split.apply = None
 
 
 def test_torchs_side_is_torchs():
