@@ -93,7 +93,8 @@ class Bucket:
 
     def __init__(self, parameters, group, dtype):
         sizes = [p.numel() for p in parameters]
-        self.group = group
+        # a function, which a deepcopy (for averages of weights) shares; of a group it would raise
+        self.all_reduce = lambda flat: dist.all_reduce(flat, group=group, async_op=True)
         self.flat = parameters[0].new_zeros(sum(sizes), dtype=dtype)
         self.views = {p: piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes))}
         self.missing = 0  # gradients of this backward that have not come yet
@@ -115,7 +116,7 @@ class Bucket:
                 self.summed.discard(p)
         assert not self.summed, "a sum summed again: zero_grad() (to None) or no_sync() is missing"
         # partial -> replicated, while backward goes on
-        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        self.work = self.all_reduce(self.flat)
 
     def wait(self):
         self.work.wait()  # on GPUs the stream waits for it, not the host

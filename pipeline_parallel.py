@@ -5,7 +5,7 @@
     rank 1   ...F0 B0    F1 B1    F2 B2    F3 B3    ......
 
     plans = make_plans("1f1b", ranks=2, microbatches=4)  # what each rank does, in order
-    stages = Stages([layers[:3], layers[3:]], plans)  # layers: nn.Sequential, the whole model
+    stages = Stages([layers[:3], layers[3:]], plans)  # layers: nn.Sequential. Of others see carve
     mail = Mail(plans, (batch // 4, T, C), torch.float32, "cpu")  # the tensors between stages
     pipeline = SplitPipeline(stages.here, plans, mail)
     optimizer = AdamW(stages.parameters())
@@ -34,7 +34,8 @@ For a batch (b, T) a stage sends b T C numbers to each stage beside it on anothe
 Qi 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others are named at the schedules.
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
 without parameters; parameters replaced later; deepcopies of Stages; with Ws torch.compile of a
-stage, and torch's checkpoint, which would run a block again for each Linear (ours would not).
+stage, and torch's checkpoint with use_reentrant=False, which would run a block again for each
+Linear (amp_accum_ckpt.py's would not).
 At work: torch.distributed.pipelining, part 4.
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
@@ -184,7 +185,8 @@ class Pipeline:
         """Runs a batch forward and backward, and adds to .grad -> this rank's sum of losses.
 
         inputs: M micro-batches, which the first stage reads. loss_of(output, m): the sum of the
-        losses of micro-batch m's tokens, divided by the number of tokens in the whole batch.
+        losses of micro-batch m's tokens, divided by the number of tokens in the whole batch: the
+        last stage calls it. Under autocast: all of step, or Chain's call.
         """
         return self.play(self.plan, inputs, loss_of)
 
@@ -251,7 +253,8 @@ class Mail:
     Here a tensor is called by its maker, the action that makes it. On its way it has no name:
     tensors are received in the order in which they are sent, that of the sender's plan.
 
-    size, dtype, device: of every tensor. mail.size may be another in the next step or evaluation
+    size, dtype, device: of every tensor, under autocast that of residuals. mail.size may be another
+        in the next step or evaluation
     group: the pipeline's ranks, in order of their places; None: all ranks
     links: what make_links returns; None: there is one pipeline, and Mail calls it
     """
@@ -320,7 +323,8 @@ class Mail:
             self.inbox[action] = tensor, None
             return
         found = tensor.shape, tensor.dtype  # gloo would deliver another shape as noise
-        assert found == (self.size, self.dtype), f"{found}, not {self.size}, {self.dtype}"
+        assert found == (self.size, self.dtype), (
+            f"stage {action.stage} has made {found}, not {self.size}, {self.dtype}; see Chain")
         self.finish_send()
         tensor = tensor.contiguous()
         self.sent = tensor, self.begin(dist.isend, tensor, self.place, receiver)  # here -> there
@@ -417,7 +421,8 @@ class Stages(nn.ModuleList):
                     dist.broadcast(p.data, group=group, group_src=0)  # -> replicated
 
     def sum_and_clip(self, clip):
-        """What is left to do between backward and the optimizer's step -> the gradient norm."""
+        """What is left to do between backward and the optimizer's step -> the gradient norm.
+        clip: the largest norm; 0: no clipping"""
         works = []
         for p, group in self.shared.items():
             if p.requires_grad:
@@ -447,7 +452,7 @@ class HandsOn(nn.Module):
     the place of learned positions, whose input is integers, it is 0, which the model adds to x."""
 
     def forward(self, x, *others, **keywords):
-        return x if x.is_floating_point() else 0
+        return x if x.is_floating_point() else torch.zeros((), device=x.device)
 
 
 class Chain(NamedTuple):
@@ -455,13 +460,14 @@ class Chain(NamedTuple):
 
     The model's own forward runs in every stage, with its masks and angles. In the place of a module
     that is on another stage it finds HandsOn. Outside of the modules named here, also behind the
-    last, it must leave x alone: every stage would do x * 0.5, or add an nn.Parameter of positions,
-    or F.linear(x, tok.weight) (let the head be an nn.Linear with this weight). Later stages get x
-    (B, T, C) in the place of ids, with SequenceParallel (B, T/tp, C): let forward make angles for
-    the longest sequence, and attention take angles[:q.shape[-2]]. They get nothing else, such as a
-    mask. Layers may get more than x, of what forward makes, but return x alone, no tuple.
+    last, it must leave x alone: every stage would do x * 0.5, or F.dropout, or add an nn.Parameter
+    of positions, or F.linear(x, tok.weight) (let the head be an nn.Linear with this weight); see
+    assert_carves. Later stages get x (B, T, C) in the place of ids, with SequenceParallel
+    (B, T/tp, C): so no B, T = x.shape; let forward make angles for the longest sequence, and
+    attention take angles[:q.shape[-2]]. They get nothing else, such as a mask. Layers may get more
+    than x, of what forward makes, but return x alone, no tuple.
 
-    first    of the first stage alone: the token embedding, positions
+    first    of the first stage alone: the token embedding, positions, their dropout and norm
     layers   an nn.ModuleList
     last     of the last stage alone: the norm and, at the end, the Linear of the logits
     absent   of first and last those that are None on other stages: the forward has an `if` for that
@@ -476,8 +482,23 @@ class Chain(NamedTuple):
     call: Callable = lambda forward, x: forward(x)
 
 
+def assert_carves(model, chain, x):
+    """Once: raises if the model does anything to x outside of what chain names, which every stage
+    would do. x: random, (B, T, C), where the model is, and in its dtype."""
+    layers = len(model.get_submodule(chain.layers))
+    _, empty, _ = carve(model, chain, [layers, 0, 0])
+    with torch.no_grad():
+        assert torch.equal(empty(x), x), "name modules for what forward does besides, see Chain"
+
+
 def carve(model, chain, layers):
-    """-> all stages: copies of the model that share its modules. layers: how many each gets."""
+    """-> all stages: copies of the model that share its modules. layers: how many each gets.
+
+        chain = Chain(first=["embed"], layers="layers", last=["norm", "head"])
+        assert_carves(model, chain, torch.randn(2, T, C))
+        stages = Stages(carve(model, chain, [2, 2]), plans)
+    To free what is on other stages: del model; gc.collect()
+    """
     count = len(model.get_submodule(chain.layers))
     assert sum(layers) == count, f"layers {layers} of {count}"
     numbers = [number for number, size in enumerate(layers) for _ in range(size)]  # [2, 1]: 0 0 1

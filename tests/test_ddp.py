@@ -159,7 +159,7 @@ def check_strides():
     if dist.get_rank() == 0:
         inner.weight = nn.Parameter(torch.randn(4, 8).t())
     section = copied("ddp")
-    model = section.BucketedDDP(inner)
+    model = section.BucketedDDP(inner, dist.new_group())
     with pytest.raises(AssertionError, match="wrapped already"):
         section.BucketedDDP(inner)
     section.BucketedDDP(copy.deepcopy(inner))

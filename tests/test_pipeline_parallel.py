@@ -327,6 +327,10 @@ def check_chain():
     names = {name for stage in stages for name, _ in stage.named_parameters()}
     assert names == {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert "forward" not in vars(model) and len(model.layers) == 3
+    module.assert_carves(model, chain, torch.randn(2, 4, 12))
+    with pytest.raises(AssertionError, match="name modules for what"):  # all stages would norm
+        module.assert_carves(model, chain._replace(last=["lm_head"]), torch.randn(2, 4, 12))
+    assert module.HandsOn()(x).unsqueeze(0) == 0  # as GPT-2's positions are used
     whole = {name: t + 1 for name, t in model.state_dict().items()}
     for stage in stages:
         assert not stage.load_state_dict(whole, strict=False).missing_keys
