@@ -34,8 +34,7 @@ For a batch (b, T) a stage sends b T C numbers to each stage beside it on anothe
 Qi 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others are named at the schedules.
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
 without parameters; parameters replaced later; deepcopies of Stages; with Ws torch.compile of a
-stage, and torch's checkpoint with use_reentrant=False, which would run a block again for each
-Linear (amp_accum_ckpt.py's would not).
+stage, and torch's checkpoint but use_reentrant=True: it would run a block again for each Linear.
 At work: torch.distributed.pipelining, part 4.
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
