@@ -29,7 +29,7 @@ from harness.prove import prove
 from others import (
     MLP, WIDTH, Llama, bf16_llama, bf16_rows, compare, compare_fp32, token_rows, trained,
     whole_batch)
-from pipeline_parallel import Chain, carve, homes, make_plans, split_layers
+from pipeline_parallel import Chain, assert_carves, carve, homes, make_plans, split_layers
 from tensor_parallel import (
     ColumnLinear, RowLinear, SequenceParallel, TensorParallel, VocabEmbedding, cut_model, inside,
     load_full_state_dict)
@@ -556,6 +556,20 @@ def check_transformers(block):
                      partial(train_transformer, make, hybrid_of), 1e-12)
 
 
+def check_gpt2(block):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    names = {}
+    exec(block, names)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4))
+    assert_carves(model, names["CHAIN"], torch.randn(2, 5, 32))
+    y = x = torch.arange(10).view(2, 5)
+    model.eval()
+    for stage in carve(model, names["CHAIN"], [1, 0, 2]):
+        y = stage(y)
+    torch.testing.assert_close(y, model(x).logits)
+
+
 def in_fp64(make):
     """Their RMSNorm computes in fp32, where rounding would hide mistakes."""
     torch.manual_seed(0)
@@ -586,6 +600,7 @@ def train_transformer(make, hybrid_of):
 def test_models_of_transformers():
     """Their own Llama and Qwen3, by the page's lines."""
     with_transformers(check_transformers, 4, "# LlamaForCausalLM")
+    with_transformers(check_gpt2, 1, "# GPT2LMHeadModel")
 
 
 def test_ten_files_alone(tmp_path):
