@@ -53,7 +53,7 @@ from pipeline_parallel import (
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, Cut, RowLinear, SequenceParallel, TensorParallel, assert_same,
     vocab_parallel_cross_entropy)
-from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, units_of
+from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, step_by_units, units_of
 from zero import load_full_state_dict as load_parts
 
 # part 1 alone
@@ -503,10 +503,7 @@ class Hybrid(nn.Module):
             zero.zero_grad()
 
     def step(self, optimizer):
-        for zero in self.zeros:
-            zero.begin_step([])  # all: of two optimizers one may have masters of the others alone
-        for zero in self.zeros:
-            zero.step(optimizer)
+        step_by_units(self.zeros, optimizer)
 
     # -- the whole: {name: tensor} on every rank. All must call it
 

@@ -377,11 +377,7 @@ class ZeRO1:
 
     def step(self, optimizer):
         """Calls optimizer.step() for one unit after another."""
-        for unit in self.units:
-            self.begin_step([unit])
-            optimizer.step()
-            self.end_step([unit])
-        self.wait()
+        step_by_units([self], optimizer)
 
     def begin_step(self, units):
         """Gives their masters gradients. An optimizer leaves those alone that have none."""
@@ -394,7 +390,6 @@ class ZeRO1:
                     part.master.grad = part.grad.to(part.master)
 
     def end_step(self, units):
-        self.now = "stepped"
         for unit in units:
             for part in unit.parts:
                 part.master.grad = None
@@ -408,6 +403,7 @@ class ZeRO1:
     def wait(self):
         for unit in self.units:
             unit.wait()
+        self.now = "stepped"
 
     # -- the whole: {parameter: whole tensor} on every rank. All must call it
 
@@ -562,9 +558,22 @@ def groups_of_masters(units, groups=None):
     return ours
 
 
+def step_by_units(zeros, optimizer):
+    """zeros: a list, since parameters of hybrid_3d.py's kinds have a ZeRO each."""
+    for zero in zeros:
+        zero.begin_step([])  # all: of two optimizers one may have masters of the others alone
+    for zero in zeros:
+        for unit in zero.units:
+            zero.begin_step([unit])
+            optimizer.step()
+            zero.end_step([unit])
+    for zero in zeros:
+        zero.wait()
+
+
 def step_at_once(zeros, optimizer):
     """For an optimizer that counts a group's steps, or reads several parameters: one call for all
-    units. zeros: a list, since parameters of hybrid_3d.py's kinds have a ZeRO each."""
+    units."""
     for zero in zeros:
         zero.begin_step(zero.units)
     optimizer.step()
@@ -616,8 +625,7 @@ def refuse_step(optimizer, *_):
     params = [p for group in optimizer.param_groups for p in group["params"]]
     zeros = {p.stepped_by for p in params if hasattr(p, "stepped_by")}
     assert None not in zeros, "make the optimizer of the parameter_groups() of ZeRO, or Hybrid"
-    # stepped: hybrid_3d.py steps one after another, and not all optimizers have masters of each
-    is_called_by_zero = any(zero.now in ("stepping", "stepped") for zero in zeros)
+    is_called_by_zero = any(zero.now == "stepping" for zero in zeros)
     assert is_called_by_zero or not zeros, "call zero.step(optimizer), not optimizer.step()"
     others = any(not hasattr(p, "stepped_by") for p in params)
     assert not (zeros and others), "others would step once for each unit: in their own optimizer"

@@ -313,6 +313,7 @@ def refuse_later(stage, model, ours, optimizer, of_model):
     refuses("of the parameter_groups", of_model.step)
     refuses("or of another ZeRO", ladder(zero)[stage], zero.units_of(model, model.layers))
     ours.step(optimizer)
+    refuses("not optimizer.step", optimizer.step)
     optimizer.zero_grad()
     refuses("call zero.zero_grad", llama_loss(model, *ROWS).backward)
     refuses("in no unit", ours.parameter_groups, [{"params": [nn.Parameter(torch.ones(2))]}])
