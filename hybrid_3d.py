@@ -19,7 +19,7 @@
 
 cut_model and its plan are tensor_parallel.py's, make_plans, Chain and carve pipeline_parallel.py's.
 x, y: the rows of copy number mesh.place["dp"], the same on all its ranks. loss is this rank's part:
-an all-reduce over all ranks makes it whole. In bf16 Hybrid wants reduce_dtype=torch.float32.
+an all-reduce over all ranks makes it whole. A bf16 model: give Hybrid reduce_dtype=torch.float32.
 print(hybrid) says what becomes of each gradient. docs/your-model.md has whole programs.
 
 B sequences of T words make a step, in M micro-batches. L layers have width C, H heads, K with keys
@@ -35,7 +35,7 @@ Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3
 At work: part 4.
 Not for: what its files are not for; optimizers of whole matrices, but see --optimizer muon; ties
 other than of the first stage to the last; stages whose first parameters differ in dtype; pipedream;
-ZeRO-3 of several stages; with Ws Linears that run twice in a stage; key_values of several numbers.
+ZeRO-3 of several stages; with Ws, Linears that run twice in a stage; key_values of several numbers.
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
 import re
@@ -209,8 +209,11 @@ def run_microbatches(model, x, y, valid):
 #     master        what the optimizer steps: of a part, in fp32 at least
 
 
+# ---- 2.1 who is who ----
+
+
 class Mesh:
-    """Who is who: this rank's place along pp, dp, cp and tp, its group along each axis, the sizes.
+    """This rank's place along pp, dp, cp and tp, its group along each axis, the sizes.
 
     plans: of a pipeline's ranks: pp is len(plans), and they say which ranks have the ends. tp
     varies fastest, since its ranks talk most, and pp slowest (Narayanan 2021, section 3). Besides
@@ -255,7 +258,7 @@ class Mesh:
             self.group[axis], _ = dist.new_subgroups_by_enumeration(groups)
 
 
-# ---- what becomes of a gradient
+# ---- 2.2 what becomes of a gradient ----
 
 
 def fates(sp, zero):
@@ -298,11 +301,14 @@ def table_of(stages, tp, zero):
     of_kind = fates(isinstance(tp, SequenceParallel), zero)
     of_stages = [set(stage.parameters()) for stage in stages]
     table = {}
+    named = {}
     for stage in stages:
         for path, owner in stage.named_modules():
             for name, p in owner.named_parameters(path, recurse=False):
                 kind = kind_of(p, owner, tp)
                 fate = of_kind[kind]
+                assert named.setdefault(name, p) is p, (
+                    f"two stages have a {name}: a state_dict would lose one; take slices, or carve")
                 numbers = [number for number, ps in enumerate(of_stages) if p in ps]
                 if len(numbers) > 1:
                     assert numbers == [0, len(stages) - 1], f"{name} is in stages {numbers}"
@@ -318,7 +324,7 @@ def alike(fate):
     return [axis for axis, what in fate.items() if what in ("same", "sum")]
 
 
-# ---- a step of a Hybrid, see below
+# ---- 2.3 a step of a Hybrid, which follows ----
 
 # The way of a gradient, such as that of a norm's weight, with --sp and ZeRO-1:
 #     B of a micro-batch      autograd calls ZeRO's hook, which adds it to its unit's buffer
@@ -352,10 +358,10 @@ def train_step(model, optimizer, x, y, valid, clip):
 
 
 def sum_gradients(model):
-    """Along other axes than copies, which the pipeline has summed: with ZeRO of parts alone."""
-    fates = [(model.table[part.parameter].fate, part.grad) for part in model.parts]
+    """Of this rank's parts, over the other axes: over copies the pipeline has summed."""
+    of_parts = [(model.table[part.parameter].fate, part.grad) for part in model.parts]
     for axis in ("tp", "twins", "ends"):  # few models have twins
-        gradients = [gradient for fate, gradient in fates if fate.get(axis) == "sum"]
+        gradients = [gradient for fate, gradient in of_parts if fate.get(axis) == "sum"]
         if gradients and model.group[axis].size() > 1:
             # partial -> replicated
             tensor_parallel.sum_over_ranks(gradients, model.group[axis])
@@ -365,7 +371,11 @@ def gradient_norm(model):
     """Of the whole model. Of the ranks that hold the same numbers the first one counts them."""
     p = next(model.parameters())
     square = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-    counted = [part.grad for part in model.parts if model.is_first(part.parameter)]
+    counted = []
+    for part in model.parts:
+        axes = alike(model.table[part.parameter].fate)
+        if all(dist.get_rank(model.group[axis]) == 0 for axis in axes):
+            counted.append(part.grad)
     if counted:
         square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
     dist.all_reduce(square)  # over all ranks: partial -> replicated
@@ -374,8 +384,8 @@ def gradient_norm(model):
 
 def assert_alike(model, x, y):
     """Once, after the first train_step, with its x and y: raises if the ranks of a copy have got
-    different rows, or if ranks of tp have different gradients of what is the same on all. Then the
-    plan lacks an `inside`, or they have drawn different dropout."""
+    different rows, or if ranks of tp have different gradients of what is the same on all (with
+    SequenceParallel nothing is). Then the plan lacks an `inside`, or dropout differed."""
     same = {"x": x.double(), "y": y.double()}
     for axis in ("pp", "cp"):
         assert_same(same, model.group[axis])
@@ -392,7 +402,7 @@ def evaluate(model, x, y):
     return model.pipeline.evaluate(inputs, loss_of) / model.tp.size
 
 
-# ---- this rank's part of the model
+# ---- 2.4 this rank's part of the model ----
 
 
 class Hybrid(nn.Module):
@@ -400,7 +410,7 @@ class Hybrid(nn.Module):
 
     stages   all stages of the model, as carve returns them, or slices of an nn.Sequential. Copies
              begin with the first one's trained weights; what is frozen, and buffers, must be alike.
-             A tied parameter is one
+             A tied parameter is one object in both
     plans    those for which the mesh was made
     tp       a TensorParallel, also of one rank: what cut_model was called with, before carve, if
              there are more. Hybrid makes it forget what is on other stages
@@ -428,46 +438,43 @@ class Hybrid(nn.Module):
         assert (ring is None) == (mesh.size["cp"] == 1), "ring: where the mesh has cp, there alone"
         known = {module for stage in stages for module in stage.modules()}
         assert known.issuperset(layers), "layers: modules of the stages, each of them a unit"
-        home = homes(plans)  # {stage: place along pp}
-        here = {stage: stages[stage] for stage in home if home[stage] == mesh.place["pp"]}
+        here = stages_here(stages, plans, mesh)
         self.stages = nn.ModuleList(here.values())
         table = table_of(stages, tp, zero)
         alternates = plans == make_plans("1f1b", 1, len(plans[0]) // 2)
         assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
         self.table = {p: table[p] for p in self.parameters()}
-        self.know_cuts(table)
+        self.know_cuts()
+        self.forget(table.keys() - self.table.keys())  # so that other stages can be freed
         has_w = any(action.kind == "W" for action in plans[0])
         if has_w:
             split_cut_linears(self.stages)
-        self.zeros = zeros_of_tied(self.table, self.group, zero, reduce_dtype)
+        tied = zeros_of_tied(self.table, self.group, zero, reduce_dtype)
         zeros_of = {}  # {stage: its ZeROs, without what is tied}
         for number, stage in here.items():
             zeros_of[number] = zeros_of_stage(
                 stage, self.table, self.group, set(layers), zero, reduce_dtype, has_w)
-            self.zeros += zeros_of[number]
+        self.zeros = sum(zeros_of.values(), tied)
         self.units = [unit for each in self.zeros for unit in each.units]
         self.parts = [part for each in self.zeros for part in each.parts]
         p = next(self.parameters())
         links = make_links(plans, mesh.pipelines)
         no_size = ()  # each batch sets mail.size, see in_microbatches
         mail = Mail(plans, no_size, p.dtype, p.device, mesh.group["pp"], links)
-        self.pipeline = SummingPipeline(here, plans, mail, zeros_of, self.zeros)
+        self.pipeline = SummingPipeline(here, plans, mail, zeros_of, tied)
 
-    def know_cuts(self, table):
-        """table: of all stages."""
+    def know_cuts(self):
         self.ep = TensorParallel(self.group["ep"])  # cuts stacks of experts, as tp cuts matrices
         for p, row in self.table.items():
             if row.kind == "expert":
                 self.ep.cuts[p] = Cut(0, len(p) * self.ep.size)
-        for p in table.keys() & self.tp.cuts.keys() & self.tp.sum_over.keys():
-            self.group["twins"] = self.tp.sum_over[p]  # of all such p it is one group
-        for p in table.keys() - self.table.keys():  # so that what is on other stages can be freed
+            if "twins" in row.fate:
+                self.group["twins"] = self.tp.sum_over[p]  # of all such p it is one group
+
+    def forget(self, elsewhere):
+        for p in elsewhere:
             self.tp.cuts.pop(p, None)
             self.tp.sum_over.pop(p, None)
-
-    def is_first(self, p):
-        """Is this the first of the ranks that have the same of p's gradient?"""
-        return all(dist.get_rank(self.group[axis]) == 0 for axis in alike(self.table[p].fate))
 
     def in_microbatches(self, x, y, valid):
         """-> what Pipeline.step takes: inputs, and what makes a micro-batch's part of the loss."""
@@ -557,7 +564,13 @@ class Hybrid(nn.Module):
         return text_of(rows, axes)
 
 
-# ---- how copies sum, under backward
+def stages_here(stages, plans, mesh):
+    """-> {stage: module} of this rank."""
+    return {stage: stages[stage] for stage, place in homes(plans).items()
+            if place == mesh.place["pp"]}
+
+
+# ---- 2.5 how copies sum, under backward ----
 
 
 class ZeRO0(ZeRO1):
@@ -627,23 +640,23 @@ class SummingPipeline(SplitPipeline):
     B makes norms' gradients, W those of matrices: a unit with both is summed in W. What is tied is
     summed at the end.
 
-    zeros_of: {stage: [ZeRO]}. zeros: all of them, and those of what is tied
+    zeros_of: {stage: [ZeRO]}. tied: [ZeRO], or empty
     """
 
-    def __init__(self, modules, plans, mail, zeros_of, zeros):
+    def __init__(self, modules, plans, mail, zeros_of, tied):
         super().__init__(modules, plans, mail)
         self.zeros_of = zeros_of
-        self.once = [zero for zero in zeros if not isinstance(zero, ZeRO2)]  # they sum once a step
-        self.ending = []  # ZeROs whose last sum of this micro-batch is under way
+        self.tied = tied
+        self.ending = []  # ZeROs whose last sum is under way
 
     def step(self, inputs, loss_of):
-        for zero in self.once:
-            zero.sync = False  # backwards only add, until the last one
+        for zero in self.tied:
+            zero.sync = False  # backwards of two stages only add
         loss = super().step(inputs, loss_of)
-        self.end_sums()
-        for zero in self.once:
+        for zero in self.tied:
             zero.sync = True
-            zero.reduce()  # partial -> sharded
+        self.ending += self.tied
+        self.end_sums()
         return loss
 
     def end_sums(self):
@@ -664,12 +677,11 @@ class SummingPipeline(SplitPipeline):
                 # what this copy's rows have not used; others sum it before the next stage's
                 while zero.pending:
                     zero.sum_next()
-                if isinstance(zero, ZeRO2):
-                    self.ending.append(zero)
+                self.ending.append(zero)
         return made
 
 
-# ---- for schedules with Ws: a backward in two parts, of what tp has cut
+# ---- 2.6 schedules with Ws: a backward in two parts, of what tp has cut ----
 
 
 def split_columns(tp, x, *parameters):
@@ -703,7 +715,7 @@ def vectors_apart(units):
     return apart
 
 
-# ---- what print(hybrid) shows
+# ---- 2.7 what print(hybrid) shows ----
 
 
 def text_of(rows, axes):
@@ -827,16 +839,36 @@ def whole(t):
 class AtWork(nn.Module):
     """This rank's stages of the toy GPT, and torch's schedule, which runs them."""
 
-    def __init__(self, here, mesh, device_mesh, vocab):
+    def __init__(self, model, mesh, plans, layers, boundary, args):
+        """model: the plain GPT. boundary: (size, dtype, device) of what stages hand on."""
         super().__init__()
-        self.stages = nn.ModuleList(here.values())
         self.mesh = mesh
-        self.device_mesh = device_mesh  # torch's, of pp, dp and tp
-        self.vocab = vocab
+        self.vocab = args.vocab
         self.valid = 1  # targets of the batch under way
-        self.schedule = None  # torch's, which calls loss_of
+        self.trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        size, _, device = boundary
+        sizes = args.pp, args.dp, args.tp
+        self.device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
+        if args.tp > 1:
+            tensor_parallel.parallelize_at_work(model, self.device_mesh["tp"], args.sp)
+        logits = size[0], args.seq, len(local(model.head.weight))  # before fully_shard cuts it, too
+        is_tied = model.head.weight is model.tok.weight and args.pp > 1
+        here = stages_here(carve(model, CHAIN, layers), plans, mesh)
+        self.stages = nn.ModuleList(here.values())
         self.tied = None  # the embedding or head, if it is tied to another rank's
-        self.trained = set()  # names
+        for number, stage in here.items():
+            is_last = number == len(layers) - 1
+            if args.dp > 1:
+                blocks = [module for module in stage.blocks if not isinstance(module, HandsOn)]
+                for unit in [*blocks, stage]:
+                    fully_shard(unit, mesh=self.device_mesh["dp"], reshard_after_forward=False)
+            if is_last and args.tp > 1:
+                # the pipeline takes ordinary tensors; loss_of makes DTensors again
+                stage.register_forward_hook(lambda module, inputs, logits: logits.to_local())
+            if is_tied and (number == 0 or is_last):
+                self.tied = stage.tok.weight if number == 0 else stage.head.weight
+        self.schedule = pipeline_parallel.schedule_at_work(
+            args.schedule, here, plans, boundary, logits, self.loss_of, mesh.group["pp"])
 
     def loss_of(self, logits, targets):
         """What torch's schedule calls on the last stage."""
@@ -874,38 +906,6 @@ class AtWork(nn.Module):
                 if name in self.trained:  # a tied head goes by the embedding's name
                     mine[name] = whole(torch.zeros_like(p) if p.grad is None else p.grad)
         return gather(mine, self.mesh.group["pp"])
-
-
-def parallelize_at_work(model, mesh, plans, layers, boundary, args):
-    """The plain GPT -> AtWork."""
-    size, _, device = boundary
-    sizes = args.pp, args.dp, args.tp
-    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    if args.tp > 1:
-        tensor_parallel.parallelize_at_work(model, device_mesh["tp"], args.sp)
-    columns = len(local(model.head.weight))  # before fully_shard cuts it again
-    is_tied = model.head.weight is model.tok.weight and args.pp > 1
-    stages = carve(model, CHAIN, layers)
-    here = {number: stages[number] for number, place in homes(plans).items()
-            if place == mesh.place["pp"]}
-    at_work = AtWork(here, mesh, device_mesh, args.vocab)
-    at_work.trained = trained
-    for number, stage in here.items():
-        is_last = number == len(layers) - 1
-        if args.dp > 1:
-            blocks = [module for module in stage.blocks if not isinstance(module, HandsOn)]
-            for unit in [*blocks, stage]:
-                fully_shard(unit, mesh=device_mesh["dp"], reshard_after_forward=False)
-        if is_last and args.tp > 1:
-            # the pipeline takes ordinary tensors; loss_of makes DTensors again
-            stage.register_forward_hook(lambda module, inputs, logits: logits.to_local())
-        if is_tied and (number == 0 or is_last):
-            at_work.tied = stage.tok.weight if number == 0 else stage.head.weight
-    logits = size[0], args.seq, columns
-    at_work.schedule = pipeline_parallel.schedule_at_work(
-        args.schedule, here, plans, boundary, logits, at_work.loss_of, mesh.group["pp"])
-    return at_work
 
 
 def train_step_at_work(model, optimizer, x, y, valid, clip):
@@ -1120,7 +1120,7 @@ def set_up_at_work(run, plain, mesh, plans, layers):
     args = run.args
     size = args.batch // args.dp // args.micro, args.seq // (args.tp if args.sp else 1), args.width
     boundary = size, run.dtype, run.device
-    model = parallelize_at_work(plain, mesh, plans, layers, boundary, args)
+    model = AtWork(plain, mesh, plans, layers, boundary, args)
     return run.side(model, adamw(model.parameters(), args.lr), train_step_at_work,
                     evaluate=model.evaluate, full_state_dict=model.full_state_dict,
                     full_gradients=model.full_gradients)

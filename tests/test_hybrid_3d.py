@@ -631,6 +631,8 @@ def check_asserts():
     ]:
         with pytest.raises(AssertionError, match=words):
             hybrid_3d.Hybrid([model], plans, mesh, tp, layers=layers, head=model.lm_head)
+    with pytest.raises(AssertionError, match="two stages have a weight"):
+        hybrid_3d.table_of([nn.Linear(2, 2), nn.Linear(2, 2)], alone, zero=0)
     hybrid = bf16_hybrid(0)
     x, y = [torch.cat(rows) for rows in zip(*bf16_rows()[:4])]
     hybrid.pipeline.step(*hybrid.in_microbatches(x, y, 1))
