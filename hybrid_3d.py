@@ -304,6 +304,8 @@ def table_of(stages, tp, zero):
     named = {}
     for stage in stages:
         for path, owner in stage.named_modules():
+            assert len(stages) == 1 or getattr(owner, "everyone", owner) is not None, (
+                "experts in a pipeline: give MoE everyone=mesh.group['peers']")
             for name, p in owner.named_parameters(path, recurse=False):
                 kind = kind_of(p, owner, tp)
                 fate = of_kind[kind]

@@ -11,7 +11,7 @@ are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left o
     replicas, ep = mesh.get_all_groups()  # replicas: ranks with the same experts; ep: 8 with all E
     route = partial(softmax_route, top_k=2, normalize=True)
     for block in model.blocks:  # block.mlp: a router and E experts, MLPs with up, down and gate
-        mine = block.mlp.experts[ep.rank() * E // 8:(ep.rank() + 1) * E // 8]  # of E experts
+        mine = block.mlp.experts[ep.rank() * E // 8:(ep.rank() + 1) * E // 8]
         linears = {name: [getattr(mlp, name) for mlp in mine] for name in ("up", "down", "gate")}
         block.mlp = MoE(block.mlp.router, Experts(F.silu, **linears), route, ep, alpha=0.01)
     broadcast_parameters(model, replicas)  # once, then optimizer = AdamW(model.parameters())
@@ -20,7 +20,7 @@ are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left o
     sum_gradients(model, replicas)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
-    step_biases(model)  # of MoEs with gamma > 0; it also takes the loads of this step
+    step_biases(model)  # and clears the loads, also where gamma is 0
     state = full_state_dict(model, ep)  # of all E, called router, experts.5.up, ..
 
 Each of n ranks has N tokens of its own; ep of them share out E experts, of `experts` parameters in
@@ -155,15 +155,6 @@ def dense_and_experts(model):
     return [p for p in model.parameters() if p not in experts], list(experts)
 
 
-def all_reduce_gradients(model, replicas):
-    """After backward, in which experts have got the gradients of all tokens of ep: so these are
-    summed over replicas alone, the ranks with the same experts; what is dense over all ranks."""
-    for parameters, group in zip(dense_and_experts(model), (dist.group.WORLD, replicas)):
-        for p in parameters:
-            if p.grad is not None:
-                dist.all_reduce(p.grad, group=group)  # partial -> replicated
-
-
 def gradient_norm(model, ep):
     """Of the whole model, in fp32 or better. All ranks have what is dense: it counts once."""
     dense, experts = dense_and_experts(model)
@@ -174,6 +165,15 @@ def gradient_norm(model, ep):
                 squares[i] += torch.linalg.vector_norm(p.grad, dtype=squares.dtype).square()
     dist.all_reduce(squares[1], group=ep)  # partial -> replicated
     return squares.sum().sqrt()
+
+
+def all_reduce_gradients(model, replicas):
+    """After backward, in which experts have got the gradients of all tokens of ep: so these are
+    summed over replicas alone, the ranks with the same experts; what is dense over all ranks."""
+    for parameters, group in zip(dense_and_experts(model), (dist.group.WORLD, replicas)):
+        for p in parameters:
+            if p.grad is not None:
+                dist.all_reduce(p.grad, group=group)  # partial -> replicated
 
 
 def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
@@ -188,7 +188,7 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; of part 1 it takes what the next line names)
+# ---- 2. the technique (copy this; of part 1 it takes what the next lines name)
 # softmax_route, AllToAll, rows_of_each, exchange_counts, read_counts, dense_and_experts,
 # gradient_norm
 
@@ -212,6 +212,9 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 #     sizes, ends      how many each expert here gets, on the host: [5, 2]; where its rows end, on
 #                      the device: (5, 7)
 Routing = namedtuple("Routing", "order send receive regroup sizes ends")
+
+# Biases are integers, in UNITs: model.to(torch.bfloat16) would round floating-point buffers
+UNIT = 2.0 ** -40
 
 
 class MoE(nn.Module):
@@ -314,7 +317,8 @@ class MoE(nn.Module):
         """Rows, sorted by source -> (N, C): for each token its experts' answers, times gates."""
         rows = rows.index_select(0, routing.regroup)  # by source -> by expert
         answers = self.experts(rows, routing.sizes, routing.ends)
-        answers = answers.index_select(0, routing.regroup.argsort())  # by expert -> by source
+        # by expert -> by source
+        answers = torch.zeros_like(answers).index_copy(0, routing.regroup, answers)
         # experts' ranks -> tokens'
         answers = AllToAll.apply(answers, routing.receive, routing.send, self.ep)
         by_token = answers.new_zeros(gates.numel(), answers.shape[1])
@@ -342,20 +346,20 @@ class StackedLinear(nn.Module):
     def __init__(self, linears):
         super().__init__()
         refuse_forwards(linears)
-        self.bias = None
+        self.register_parameter("bias", None)
         stacks, _ = torch.func.stack_module_state(linears)
         for name, stack in stacks.items():  # weight, and bias if there is one
             setattr(self, name, nn.Parameter(stack, stack.requires_grad))
 
-    def of_each(self):
-        """-> for each expert a function of its rows"""
+    def forward(self, rows, sizes, ends):
+        """rows (R, in), sorted by expert -> (R, out). sizes: a list, how many each has; ends: a
+        tensor (E/ep,), where they end."""
+        if self.one_kernel_pays(rows):
+            weight = self.weight.to(rows.dtype)  # autocast casts nothing for this kernel
+            return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
         biases = [None] * len(self.weight) if self.bias is None else self.bias
-        return [partial(F.linear, weight=w, bias=b) for w, b in zip(self.weight, biases)]
-
-    def of_all(self, dtype, ends):
-        """-> a function of all experts' rows, which are in this dtype and end at `ends`"""
-        weight = self.weight.to(dtype)  # autocast casts nothing for this kernel
-        return partial(F.grouped_mm, mat_b=weight.transpose(1, 2), offs=ends)
+        pieces = rows.split(sizes)  # also of 0 rows: so every weight gets a gradient
+        return torch.cat([F.linear(x, w, b) for x, w, b in zip(pieces, self.weight, biases)])
 
     def one_kernel_pays(self, rows):
         """On GPUs in bf16. The kernel has no biases, and needs widths that are multiples of 8."""
@@ -380,21 +384,13 @@ class Experts(nn.Module):
         self.down = StackedLinear(down)
         self.gate = None if gate is None else StackedLinear(gate)
 
-    def forward(self, rows, sizes, ends):
-        """rows (R, C), sorted by expert -> (R, C). sizes: a list, how many each has; ends: a tensor
-        (E/ep,), where they end."""
-        linears = [linear for linear in (self.up, self.down, self.gate) if linear is not None]
-        if all(linear.one_kernel_pays(rows) for linear in linears):
-            return self.mlp(rows, *[linear.of_all(rows.dtype, ends) for linear in linears])
-        experts = zip(*[linear.of_each() for linear in linears])  # up, down, gate of each
-        pieces = rows.split(sizes)  # also of 0 rows: so every weight gets a gradient
-        return torch.cat([self.mlp(x, *functions) for x, functions in zip(pieces, experts)])
-
-    def mlp(self, x, up, down, gate=None):
-        y = up(x)
-        if gate is None:
-            return down(self.activation(y))
-        return down(self.activation(gate(x)) * y)
+    def forward(self, rows, sizes, ends):  # as StackedLinear's
+        y = self.up(rows, sizes, ends)
+        if self.gate is None:
+            y = self.activation(y)
+        else:
+            y = self.activation(self.gate(rows, sizes, ends)) * y
+        return self.down(y, sizes, ends)
 
 
 # ---- the way to experts: AllToAll in two halves, so that a shared expert hides it
@@ -450,10 +446,6 @@ class Arrive(torch.autograd.Function):
 
 
 # ---- balance: experts are chosen about equally often
-
-# Biases are integers, in UNITs: model.to(torch.bfloat16) would round floating-point buffers
-UNIT = 2.0 ** -40
-
 
 def balancing_loss(load, logits, probs, top_k, alpha, beta):
     """This rank's summand of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
@@ -562,20 +554,18 @@ def full_state_dict(model, ep):
 def load_full_state_dict(model, ep, state):
     """Its inverse. state: {name: whole tensor}, the same on all ranks."""
     mine = model.state_dict()
+    state = dict(state)
     for name, tensor in mine.items():
         if is_stack(name):
-            first = ep.rank() * len(tensor)
-            here = [state[plain_name(name, e)] for e in range(first, first + len(tensor))]
-            mine[name] = torch.stack(here)
-        elif name in state or not name.endswith("bias_units"):  # of which a plain model has none
-            mine[name] = state[name]
+            experts = range(len(tensor) * ep.size())
+            whole = [state.pop(plain_name(name, e)) for e in experts]
+            mine[name] = torch.stack(whole[ep.rank() * len(tensor):][:len(tensor)])
+        elif name.endswith("bias_units"):  # of which a plain model has none
+            mine[name] = state.pop(name, torch.zeros_like(tensor))
+        else:
+            mine[name] = state.pop(name)
+    assert not state, f"{list(state)} are not in this model"
     model.load_state_dict(mine)
-
-
-def full_gradients(model, ep):
-    """Likewise, after sum_gradients, of parameters that have one."""
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return gather_experts(gradients, ep)
 
 
 def gather_experts(tensors, ep):
@@ -608,8 +598,8 @@ def is_stack(name):
 
 def plain_name(name, e):
     """blocks.0.mlp.experts.up.weight, 5 -> blocks.0.mlp.experts.5.up.weight. Others stay as they
-    are, also if a MoE itself is called experts."""
-    return re.sub(r"(^|\.)experts\.(up|down|gate)\.", rf"\1experts.{e}.\2.", name)
+    are, also if a MoE itself is called experts. _orig_mod: of torch.compile."""
+    return re.sub(r"(^|\.)experts\.(_orig_mod\.)?(up|down|gate)\.", rf"\1experts.{e}.\3.", name)
 
 
 # ---- another router
@@ -770,13 +760,14 @@ def parallelize_idea(model, ep):
     return model
 
 
-def idea_gradients(model, ep):
+def full_gradients(model, ep):
+    """-> {name: whole tensor}, after a step's sums, of parameters that have a gradient."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return gather_experts(in_stacks(gradients), ep)
 
 
 def in_stacks(tensors):
-    """The idea's experts, numbered from 0 on -> stacks, as MoE has them."""
+    """The idea's experts, numbered from 0 on -> stacks, such as a MoE has already."""
     found = dict(tensors)
     for name, tensor in tensors.items():
         stack = re.sub(r"\.experts\.\d+", ".experts", name)
@@ -793,7 +784,7 @@ def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     loss.backward()  # AddLoss adds the balancing losses' gradients
     sum_gradients(model, replicas)  # partial -> replicated
     norm = gradient_norm(model, ep)
-    finite = norm.nan_to_num(0, posinf=0)  # 0: gradients stay as they are, and show the fault
+    finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled, the fault shows
     nn.utils.clip_grads_with_norm_(model.parameters(), clip, finite)
     optimizer.step()
     step_biases(model)
@@ -901,18 +892,16 @@ def set_up(run, impl, replicas, ep):
     if impl == "idea":
         model = parallelize_idea(plain, ep)
         step = idea_step
-        gradients_of = idea_gradients
     else:
         model = parallelize(plain, ep)
         step = train_step
-        gradients_of = full_gradients
     named = list(model.named_parameters())
     names = {p: name for name, p in named}
     name_experts(model, names, ep, run.args.experts)
     optimizer = run.optimizer(named, wholes=wholes_of_stacks, names=names)
     return run.side(
         model, optimizer, partial(step, replicas=replicas, ep=ep),
-        full_gradients=partial(gradients_of, model, ep),
+        full_gradients=partial(full_gradients, model, ep),
         full_state_dict=lambda: gather_experts(in_stacks(model.state_dict()), ep),
         pieces=lambda: of_stacks(pieces_of(named, optimizer), ep.rank(), plain_name),
         extra=lambda: {"bias_units": [layer.bias_units.tolist() for layer in layers_of(model)]})

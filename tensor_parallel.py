@@ -676,7 +676,9 @@ def load_full_state_dict(model, tp, state):
             piece = shard(piece, tp.cuts[t], tp)
         assert piece.shape == t.shape, f"{name}: {tuple(piece.shape)}, not {tuple(t.shape)}"
         if t.is_meta:
-            piece = nn.Parameter(piece.clone(), t.requires_grad)
+            piece = piece.clone()
+            if isinstance(t, nn.Parameter):  # else it is a buffer
+                piece = nn.Parameter(piece, t.requires_grad)
             torch.utils.swap_tensors(t, piece)  # t stays, and with it names and ties
         else:
             t.data.copy_(piece)

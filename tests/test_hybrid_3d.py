@@ -285,7 +285,7 @@ class Mixture(moe.MoE):
     experts = property(lambda self: self.bank)
 
 
-def share_out(model, mesh):
+def share_out(model, mesh, peers):
     ep = mesh.group["ep"]
     for layer in model.layers:
         plain = layer.mlp
@@ -293,7 +293,7 @@ def share_out(model, mesh):
         names = "up", "down", "gate"
         linears = {name: [getattr(mlp, f"{name}_proj") for mlp in mine] for name in names}
         layer.mlp = Mixture(plain.router, moe.Experts(F.silu, **linears), ROUTE, ep,
-                            everyone=mesh.group["peers"])
+                            everyone=mesh.group.get(peers))
 
 
 def plain(**kind):
@@ -313,8 +313,15 @@ def change(weight):
         weight.data = weight.data.t().contiguous().t()
 
 
+def fill(here, state, tp):
+    """A rank gets its stages alone."""
+    for stage in here.values():
+        load_full_state_dict(stage, tp, state)
+        assert not any(type(t) is nn.Parameter for t in stage.buffers())
+
+
 def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, device="cpu",
-             layers=None, **kind):
+             layers=None, peers="peers", **kind):
     with torch.device(device):
         model = make(**kind)
     if kind.get("tied") and device != "meta":
@@ -327,14 +334,13 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
     if tp.size > 1:
         cut_model(model, tp, DENSE if experts else LLAMA)
     if experts:
-        share_out(model, mesh)
+        share_out(model, mesh, peers)
     if recompute:
         wrap(model.layers, recompute)
     stages = carve(model, CHAIN, layers or split_layers(4, len(homes(plans))))
-    if device == "meta":  # a rank gets its stages alone
-        for stage, place in homes(plans).items():
-            if place == mesh.place["pp"]:
-                load_full_state_dict(stages[stage], tp, Stacked(make(**kind).state_dict(), mesh))
+    if device == "meta":
+        state = Stacked(make(**kind).state_dict(), mesh)
+        fill(hybrid_3d.stages_here(stages, plans, mesh), state, tp)
     hybrid = hybrid_3d.Hybrid(
         stages, plans, mesh, tp, layers=model.layers, head=model.lm_head, zero=zero)
     groups = [{"params": [p for p in hybrid.parameters() if (p.dim() == 2) == matrices]}
@@ -633,6 +639,8 @@ def check_asserts():
             hybrid_3d.Hybrid([model], plans, mesh, tp, layers=layers, head=model.lm_head)
     with pytest.raises(AssertionError, match="two stages have a weight"):
         hybrid_3d.table_of([nn.Linear(2, 2), nn.Linear(2, 2)], alone, zero=0)
+    with pytest.raises(AssertionError, match="give MoE everyone="):
+        next(parallel({}, pp=2, experts=True, peers=None))
     hybrid = bf16_hybrid(0)
     x, y = [torch.cat(rows) for rows in zip(*bf16_rows()[:4])]
     hybrid.pipeline.step(*hybrid.in_microbatches(x, y, 1))

@@ -143,7 +143,7 @@ def small_layer(experts=4, width=8, **options):
 
 def check_kernels():
     """One kernel and the loop give one result. The host reads the device once, and writes nothing;
-    no additions are contended: one is a permutation's."""
+    no additions are contended."""
     torch.set_default_dtype(torch.float32)
     layer = small_layer()
     x = torch.randn(40, 8)
@@ -157,9 +157,9 @@ def check_kernels():
         with Operations() as step:
             y = layer(x)
             y.square().sum().backward()
-        unwanted = {"nonzero", "lift_fresh", "index_put", "index_put_", "_local_scalar_dense"}
+        unwanted = {"nonzero", "lift_fresh", "index_put", "index_put_", "_local_scalar_dense",
+                    "index_add", "index_add_"}
         assert not unwanted & set(step.names)
-        assert step.names.count("index_add") + step.names.count("index_add_") == 1
         found.append([y, *(p.grad for p in layer.experts.parameters())])
     assert len(reads) == 2
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
@@ -288,11 +288,10 @@ def train_both(section, plain, step, ep_size, recompute=False):
         total = total.detach()
         dist.all_reduce(total)
         is_idea = not hasattr(section, "broadcast_parameters")
+        gradients = moe.full_gradients(model, ep)
         if is_idea:
-            gradients = moe.idea_gradients(model, ep)
             state = moe.gather_experts(moe.in_stacks(model.state_dict()), ep)
         else:
-            gradients = section.full_gradients(model, ep)
             state = section.full_state_dict(model, ep)
         compare({"loss": total, "norm": norm, "gradients": gradients, "state": state}, wanted)
         if not is_idea:
@@ -379,7 +378,7 @@ BUGS = [
     ("return grad, torch.ones_like(loss)", "return grad, torch.zeros_like(loss)"),
     ("loss = balancing_loss(load,", "loss = balancing_loss(2 * rows_of_each(chosen, 4),"),  # own
     ("regroup = expert.argsort(stable=True)", "regroup = torch.arange(len(expert))"),
-    ("routing.regroup.argsort()", "routing.regroup"),
+    ("copy(0, routing.regroup, answers)", "copy(0, routing.regroup.argsort(), answers)"),
     ("    summing.wait()\n        loss =", "    load.zero_()\n        loss ="),
 ]
 
@@ -411,6 +410,7 @@ def check_transformers(block):
         torch.manual_seed(0)
         models.append(Qwen3MoeForCausalLM(cfg).double())
     plain, model = models
+    model.model.layers[0].mlp.requires_grad_(False)
     ep = dist.group.WORLD
     names = {**vars(moe), "ep": ep, "model": model}
     exec(block, names)
@@ -429,19 +429,21 @@ def check_transformers(block):
     alone = [dist.new_group([rank]) for rank in range(2)]
     moe.sum_gradients(model, alone[dist.get_rank()])
     found = moe.full_gradients(model, ep)
-    compare({name: found[name] for name in of_mixtures(plain)}, of_mixtures(plain), 1e-6)
+    wanted = of_mixture(plain, 1)
+    compare({name: found[name] for name in wanted}, wanted, 1e-6)
+    assert not any(".0.mlp." in name for name in found)  # what was frozen still is
 
 
-def of_mixtures(plain):
-    """-> gradients of their experts and routers, by our names."""
+def of_mixture(plain, layer):
+    """-> gradients of its experts and router, by our names."""
+    theirs = plain.model.layers[layer]
     wanted = {}
-    for layer, theirs in enumerate(plain.model.layers):
-        name = f"model.layers.{layer}.mlp"
-        wanted[f"{name}.router.weight"] = theirs.mlp.gate.weight.grad
-        gate, up = theirs.mlp.experts.gate_up_proj.grad.chunk(2, 1)
-        for which, stack in ("gate", gate), ("up", up), ("down", theirs.mlp.experts.down_proj.grad):
-            for e, gradient in enumerate(stack):
-                wanted[f"{name}.experts.{e}.{which}.weight"] = gradient
+    name = f"model.layers.{layer}.mlp"
+    wanted[f"{name}.router.weight"] = theirs.mlp.gate.weight.grad
+    gate, up = theirs.mlp.experts.gate_up_proj.grad.chunk(2, 1)
+    for which, stack in ("gate", gate), ("up", up), ("down", theirs.mlp.experts.down_proj.grad):
+        for e, gradient in enumerate(stack):
+            wanted[f"{name}.experts.{e}.{which}.weight"] = gradient
     return wanted
 
 
@@ -505,6 +507,10 @@ def assert_refused(layer):
     narrow = {name: t[:1] if name.endswith("up.weight") else t for name, t in whole.items()}
     with pytest.raises(RuntimeError, match="size mismatch for experts.experts.up.weight"):
         moe.load_full_state_dict(model, layer.ep, narrow)  # copy_ would take it, for all rows
+    layer.bias_units.fill_(7)  # learnt in another training, or memory that is not set yet
+    of_plain = {name: t for name, t in whole.items() if not name.endswith("bias_units")}
+    moe.load_full_state_dict(model, layer.ep, of_plain)
+    assert not layer.bias_units.any()
 
 
 def check_gamma_becomes_0():
