@@ -317,8 +317,7 @@ class MoE(nn.Module):
         """Rows, sorted by source -> (N, C): for each token its experts' answers, times gates."""
         rows = rows.index_select(0, routing.regroup)  # by source -> by expert
         answers = self.experts(rows, routing.sizes, routing.ends)
-        # by expert -> by source
-        answers = torch.zeros_like(answers).index_copy(0, routing.regroup, answers)
+        answers = answers.index_select(0, routing.regroup.argsort())  # by expert -> by source
         # experts' ranks -> tokens'
         answers = AllToAll.apply(answers, routing.receive, routing.send, self.ep)
         by_token = answers.new_zeros(gates.numel(), answers.shape[1])

@@ -143,7 +143,7 @@ def small_layer(experts=4, width=8, **options):
 
 def check_kernels():
     """One kernel and the loop give one result. The host reads the device once, and writes nothing;
-    no additions are contended."""
+    no additions are contended: one is a permutation's."""
     torch.set_default_dtype(torch.float32)
     layer = small_layer()
     x = torch.randn(40, 8)
@@ -157,9 +157,9 @@ def check_kernels():
         with Operations() as step:
             y = layer(x)
             y.square().sum().backward()
-        unwanted = {"nonzero", "lift_fresh", "index_put", "index_put_", "_local_scalar_dense",
-                    "index_add", "index_add_"}
+        unwanted = {"nonzero", "lift_fresh", "index_put", "index_put_", "_local_scalar_dense"}
         assert not unwanted & set(step.names)
+        assert step.names.count("index_add") + step.names.count("index_add_") == 1
         found.append([y, *(p.grad for p in layer.experts.parameters())])
     assert len(reads) == 2
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
@@ -378,7 +378,7 @@ BUGS = [
     ("return grad, torch.ones_like(loss)", "return grad, torch.zeros_like(loss)"),
     ("loss = balancing_loss(load,", "loss = balancing_loss(2 * rows_of_each(chosen, 4),"),  # own
     ("regroup = expert.argsort(stable=True)", "regroup = torch.arange(len(expert))"),
-    ("copy(0, routing.regroup, answers)", "copy(0, routing.regroup.argsort(), answers)"),
+    ("routing.regroup.argsort()", "routing.regroup"),
     ("    summing.wait()\n        loss =", "    load.zero_()\n        loss ="),
 ]
 
