@@ -217,42 +217,6 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# ---- pieces of any size
-
-# Of a parameter that is cut:
-# dim         along which
-# plain_size  of the plain parameter along dim
-# copies      how many ranks in a row have the same piece: one, but see key_values
-Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
-
-
-def shard(t, cut, tp):
-    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
-
-    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
-    """
-    assert t.shape[cut.dim] == cut.plain_size, f"{tuple(t.shape)}: not {cut.plain_size} to cut"
-    each = math.ceil(cut.plain_size / (tp.size // cut.copies))
-    first = min(tp.rank // cut.copies * each, cut.plain_size)
-    count = min(each, cut.plain_size - first)
-    size = list(t.shape)
-    size[cut.dim] = each
-    piece = t.new_zeros(size)
-    piece.narrow(cut.dim, 0, count).copy_(t.narrow(cut.dim, first, count))
-    return piece
-
-
-def unshard(t, cut, tp):
-    """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
-    if cut is None:
-        return t
-    pieces = t.new_empty(tp.size, *t.shape)
-    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
-    different = pieces[::cut.copies].unbind()
-    # contiguous: else a file of it would have the padding, too, or safetensors refuse it
-    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size).contiguous()
-
-
 # ---- who shares a model, and how x goes inside and out
 
 # x outside is    f forward   f backward                        g forward       g backward
@@ -274,6 +238,13 @@ class Pending:
         if self.work:
             self.work.wait()  # on a GPU this orders streams: the host goes on at once
         return self.result
+
+
+# Of a parameter that is cut:
+# dim         along which
+# plain_size  of the plain parameter along dim
+# copies      how many ranks in a row have the same piece: one, but see key_values
+Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
 
 
 class TensorParallel:
@@ -487,7 +458,7 @@ class RowLinear(CutModule):
 
 
 class VocabEmbedding(CutModule):
-    """An Embedding cut by words, and g: token ids (.., T) -> x."""
+    """An Embedding cut by words, and g: token ids (.., T) -> x. Ids that are no word get zeros."""
 
     dims = {"weight": 0}
 
@@ -642,10 +613,39 @@ def assert_same(tensors, group):
         ends = torch.stack([t, -t])
         dist.all_reduce(ends, dist.ReduceOp.MAX, group)  # each rank's own -> the largest
         spread = ends.sum(0).norm()  # of largest - smallest
-        assert spread <= 1e-3 * t.norm(), f"{name} differs between ranks"
+        assert spread <= 1e-3 * t.norm(), f"{name} differs between ranks, or has a nan"
 
 
-# ---- whole tensors
+# ---- pieces of any size, and whole tensors
+
+
+def shard(t, cut, tp):
+    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
+
+    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
+    """
+    assert t.shape[cut.dim] == cut.plain_size, f"{tuple(t.shape)}: not {cut.plain_size} to cut"
+    pieces = tp.size // cut.copies
+    number = tp.rank // cut.copies  # of this rank's piece
+    each = math.ceil(cut.plain_size / pieces)
+    first = min(number * each, cut.plain_size)
+    count = min(each, cut.plain_size - first)
+    size = list(t.shape)
+    size[cut.dim] = each
+    piece = t.new_zeros(size)
+    piece.narrow(cut.dim, 0, count).copy_(t.narrow(cut.dim, first, count))
+    return piece
+
+
+def unshard(t, cut, tp):
+    """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
+    if cut is None:
+        return t
+    pieces = t.new_empty(tp.size, *t.shape)
+    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
+    different = pieces[::cut.copies].unbind()
+    # contiguous: else a file of it would have the padding, too, or safetensors refuse it
+    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size).contiguous()
 
 
 def full_state_dict(model, tp):
@@ -691,7 +691,8 @@ def load_full_state_dict(model, tp, state):
 
 def new_group(ranks):  # dry runs have another
     """ranks: this rank's group, one of those that share out the world. All ranks of the world call
-    it, since each has to make all groups."""
+    it, since each has to make all groups. (With use_local_synchronization torch hangs where ranks
+    are in different numbers of groups.)"""
     listed = [None] * dist.get_world_size()
     by_hosts = dist.new_group(backend="gloo")  # NCCL would take the words through the GPUs
     dist.all_gather_object(listed, ranks, group=by_hosts)
@@ -751,7 +752,7 @@ def plan_of(model):
         "blocks.*.mlp": one_f("gate", "up"),
     }
     if model.pos is not None:
-        plan["pos"] = VocabEmbedding  # --sp wants what is added to x to be cut, too
+        plan["pos"] = VocabEmbedding  # to save memory; --sp has to
     return plan
 
 
@@ -897,8 +898,8 @@ def set_up(run, impl, tp, mesh):
 
 def textbook(run, impl, model, tp):
     """-> rows. b: bytes of a number, s: of one in the loss. P: numbers of parameters here, G: of
-    gradients that are summed after backward. k: how many f and g a block has. T': T if positions
-    are cut, else 0.
+    gradients that are summed after backward, times (n-1)/n for n ranks. k: how many f and g a block
+    has. T': T if positions are cut, else 0.
     """
     b = run.dtype.itemsize
     s = max(b, 4)
@@ -914,7 +915,7 @@ def textbook(run, impl, model, tp):
     positions = x / run.args.batch if has_positions else 0
     groups = [(p.numel(), tp.group_of_sum(p)) for p in model.parameters()]
     P = sum(numel for numel, _ in groups)
-    G = sum(numel * (1 - 1 / group.size()) for numel, group in groups if group)  # what is sent
+    G = sum(numel * (1 - 1 / group.size()) for numel, group in groups if group)
     sums = 2 * (b * G + s * sent * (3 * N + 1))  # 3 sums of the loss; the gradient norm
     rows = [("held states", "4 b P + 4 per tensor (steps)", 4 * b * P + 4 * len(groups))]
     if run.args.sp:  # f gathers x again in backward
@@ -922,8 +923,8 @@ def textbook(run, impl, model, tp):
             ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", (6 * L + 3) * x + positions),
             ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C",
              (4 * L + 2) * x + positions),
-            ("wire all_reduce", "2 (tp-1)/tp (b G + s (3 B T + 1))", sums)]
-    formula = f"2 (tp-1)/tp (b [B T ({k} L + 2) + T'] C + b G + s (3 B T + 1))"
+            ("wire all_reduce", "2 b G + 2 (tp-1)/tp s (3 B T + 1)", sums)]
+    formula = f"2 (tp-1)/tp (b [B T ({k} L + 2) + T'] C + s (3 B T + 1)) + 2 b G"
     return rows + [("wire all_reduce", formula, 2 * ((k * L + 2) * x + positions) + sums)]
 
 
