@@ -76,7 +76,7 @@ import pipeline_parallel
 from common import adamw, share
 from moe import one_by_one
 from pipeline_parallel import CHAIN, HandsOn, carve
-from zero import held, step_at_once
+from zero import held
 
 # ---- 1. the idea -------------------------------------------------------------
 
@@ -1109,7 +1109,7 @@ def set_up_ours(run, plain, mesh, plans, layers):
         wholes=partial(wholes_of_units_of_cuts, model.zeros, model.tp, names))
     step = step_with_experts if args.experts else train_step
     if args.optimizer == "muon":
-        model.step = partial(step_at_once, model.zeros)
+        model.step = partial(step_by_units, model.zeros, at_once=True)
     return run.side(
         model, optimizer, step,
         evaluate=partial(evaluate, model), full_gradients=partial(full_gradients, model),

@@ -29,14 +29,14 @@ blocks, in the usual loop, also from a meta model.
     norm = zero.clip_grad_norm_(1.0)  # not nn.utils.clip_grad_norm_
     zero.step(optimizer)
 Not for: models cut by tensor_parallel.py, experts of moe.py (hybrid_3d.py combines them); Muon,
-LAMB, Adafactor (see harness/whole.py), optimizers that count a group's steps (see step_at_once);
-weights stepped between forward and backward; blocks of several dtypes or with one weight; sparse
-embeddings; second derivatives; backwards that raise, or of two models; reentrant checkpointing;
-weights thawed later; GradScaler. Unused ones get gradients of 0. In stage 3 blocks return one
-tensor, ranks call them in one order, and as often (also to generate), autocast keeps bf16 weights.
+LAMB, Adafactor (see harness/whole.py), optimizers that count a group's steps (see at_once);
+weights stepped between forward and backward; blocks of several dtypes, or that share weights;
+sparse embeddings; second derivatives; backwards that raise, or of two models; reentrant
+checkpointing; weights thawed later; GradScaler. Unused ones get gradients of 0. In stage 3 blocks
+return one tensor, ranks call them in one order, as often (also to generate); autocast keeps copies.
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
-At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stage 3; stage 2's traffic), part 4 below.
+At work: ZeroRedundancyOptimizer (stage 1, sends 3), fully_shard (3, or sends as 2), see part 4.
     torchrun --standalone --nproc_per_node=2 zero.py --stage 3
 """
 from collections import namedtuple
@@ -125,6 +125,14 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 #                                  6.7 MB held, but 3.4 MB sent -> 5.1
 
 
+# What a rank steps of a parameter p, see Unit.cut: p.flatten()[first:first + len(value)].
+# value    these numbers, in its unit's shard
+# grad     their gradients, in its unit's grad
+# master   the nn.Parameter that the optimizer steps: it has value's memory; where the optimizer is
+#          offloaded, or value is bf16, it is a copy on the CPU, or in fp32
+Part = namedtuple("Part", "parameter first value grad master")
+
+
 class Unit:
     """Parameters that travel together: end to end in one tensor, cut into a chunk for each rank.
 
@@ -176,6 +184,39 @@ class Unit:
         if self.buffer is None:
             self.buffer = torch.zeros_like(self.full, dtype=self.reduce_dtype)
 
+    # -- what the optimizer steps
+
+    def cut(self, offload):
+        """Makes masters and parts. Padding is in none of the parts, and stays zero."""
+        wide = torch.promote_types(self.shard.dtype, torch.float32)
+        if offload == "optimizer":
+            self.masters = self.shard.to("cpu", wide, copy=True)
+        else:
+            self.masters = self.shard.to(wide)  # of bf16 a copy; what is wide is shard itself
+        self.parts = []
+        for p, span in self.spans.items():
+            low = max(span.start, self.mine.start)
+            high = min(span.stop, self.mine.stop)
+            if low < high:  # the numbers of p from low to high in full are in this rank's chunk
+                here = slice(low - self.mine.start, high - self.mine.start)  # in shard and grad
+                master = nn.Parameter(self.masters[here])
+                self.parts.append(
+                    Part(p, low - span.start, self.shard[here], self.grad[here], master))
+
+    def lend_gradients(self):
+        """To the masters. An optimizer leaves those alone that have none."""
+        for part in self.parts:
+            if part.parameter.requires_grad:  # it may have been frozen since
+                # the part's own, or a copy in master's dtype, on its device
+                part.master.grad = part.grad.to(part.master)
+
+    def take_masters(self):
+        for part in self.parts:
+            part.master.grad = None
+        self.shard.copy_(self.masters)  # where they are one tensor it is there already
+
+    # -- full
+
     def gather(self, group):
         """Begins to fetch the other ranks' chunks of full."""
         own = self.full[self.mine]
@@ -212,14 +253,6 @@ class Unit:
             p.data = torch.atleast_1d(place)[:0]
 
 
-# What a rank steps of a parameter p, see ZeRO1.cut: p.flatten()[first:first + len(value)].
-# value    these numbers, in its unit's shard
-# grad     their gradients, in its unit's grad
-# master   the nn.Parameter that the optimizer steps: it has value's memory; where the optimizer is
-#          offloaded, or value is bf16, it is a copy on the CPU, or in fp32
-Part = namedtuple("Part", "parameter first value grad master")
-
-
 class ZeRO1:
     """Optimizer states are cut: a rank steps its chunk of each unit, and is sent the others.
 
@@ -253,16 +286,18 @@ class ZeRO1:
             unit = Unit(parameters, sites, *self.place_of_rank(), reduce_dtype)
             dist.broadcast(unit.full, group=group, group_src=0)  # the first rank's -> replicated
             self.keep(unit)
-            self.cut(unit)
+            unit.cut(offload)
             self.units.append(unit)
             for p in parameters:
                 p.grad = None  # left from before: it is of no step here
                 p.register_post_accumulate_grad_hook(partial(self.ready, unit))
         self.parts = [part for unit in self.units for part in unit.parts]
+        for part in self.parts:
+            part.master.stepped_by = self  # for refuse_step
         self.summing = None  # (unit, work): the sum that is under way
         self.expect_gradients()
 
-    # -- what a rank keeps of a unit between uses, see Unit, and how it is cut into parts
+    # -- what a rank keeps of a unit between uses, see Unit
 
     def place_of_rank(self):  # hybrid_3d.py has another
         """-> into how many chunks units are cut, and which of them is this rank's."""
@@ -272,24 +307,6 @@ class ZeRO1:
         """Makes grad."""
         unit.make_buffer()
         unit.grad = unit.buffer[unit.mine]
-
-    def cut(self, unit):
-        """Makes masters and parts. Padding is in none of the parts, and stays zero."""
-        wide = torch.promote_types(unit.shard.dtype, torch.float32)
-        if self.offload == "optimizer":
-            unit.masters = unit.shard.to("cpu", wide, copy=True)
-        else:
-            unit.masters = unit.shard.to(wide)  # of bf16 a copy; what is wide is shard itself
-        unit.parts = []
-        for p, span in unit.spans.items():
-            low = max(span.start, unit.mine.start)
-            high = min(span.stop, unit.mine.stop)
-            if low < high:  # the numbers of p from low to high in full are in this rank's chunk
-                here = slice(low - unit.mine.start, high - unit.mine.start)  # in shard and grad
-                value = unit.shard[here]
-                master = nn.Parameter(unit.masters[here])
-                master.stepped_by = self  # for refuse_step
-                unit.parts.append(Part(p, low - span.start, value, unit.grad[here], master))
 
     # -- gradients: a unit's are summed while backward makes those of the unit before it
 
@@ -320,17 +337,19 @@ class ZeRO1:
                 self.sum_next()
 
     def sum_next(self):
-        """Ends the sum that is under way, if any, and begins the next one, if any is left: so two
-        units' buffers have memory at most, if all parameters are used."""
+        """Ends the sum that is under way, if any, and begins the next one: so two units' buffers
+        have memory at most, if sync stays True and all parameters are used."""
+        self.end_sum()
+        unit = self.pending.pop(0)
+        unit.make_buffer()  # this rank may have used nothing of the unit
+        self.summing = unit, self.start_sum(unit)
+
+    def end_sum(self):
         if self.summing:
             unit, work = self.summing
             work.wait()
             self.keep_sum(unit)
             self.summing = None
-        if self.pending:
-            unit = self.pending.pop(0)
-            unit.make_buffer()  # this rank may have used nothing of the unit
-            self.summing = unit, self.start_sum(unit)
 
     def start_sum(self, unit):
         own = unit.buffer[unit.mine]
@@ -344,10 +363,12 @@ class ZeRO1:
         unit.buffer[unit.mine.stop:].zero_()
 
     def reduce(self):
-        """To be called after each backward, on all ranks: sums what has not been summed yet."""
+        """To be called after each backward, on all ranks: sums what has not been summed yet, if
+        sync is True."""
         if self.sync:
-            while self.pending or self.summing:
+            while self.pending:
                 self.sum_next()
+            self.end_sum()
             self.expect_gradients()
             self.now = "summed"
 
@@ -375,35 +396,13 @@ class ZeRO1:
             torch._foreach_mul_(grads, (max_norm / (finite + 1e-6)).clamp(max=1))
         return norm
 
-    def step(self, optimizer):
-        """Calls optimizer.step() for one unit after another."""
-        step_by_units([self], optimizer)
-
-    def begin_step(self, units):
-        """Gives their masters gradients. An optimizer leaves those alone that have none."""
-        self.assert_summed()
-        self.now = "stepping"
-        for unit in units:
-            for part in unit.parts:
-                if part.parameter.requires_grad:  # it may have been frozen since
-                    # the part's own, or a copy in master's dtype, on its device
-                    part.master.grad = part.grad.to(part.master)
-
-    def end_step(self, units):
-        for unit in units:
-            for part in unit.parts:
-                part.master.grad = None
-            unit.shard.copy_(unit.masters)  # where they are one tensor it is there already
-            self.renew(unit)
+    def step(self, optimizer, at_once=False):
+        """See step_by_units."""
+        step_by_units([self], optimizer, at_once)
 
     def renew(self, unit):
-        """Fetches the other ranks' new chunks: what full has of them is old."""
+        """Begins to fetch the other ranks' new chunks: what full has of them is old."""
         unit.gather(self.group)
-
-    def wait(self):
-        for unit in self.units:
-            unit.wait()
-        self.now = "stepped"
 
     # -- the whole: {parameter: whole tensor} on every rank. All must call it
 
@@ -421,6 +420,29 @@ class ZeRO1:
             all_gather(full, chunk.to(full.device), group=self.group)  # sharded -> replicated
             found.update(unit.views(full))
         return found
+
+
+def step_by_units(zeros, optimizer, at_once=False):
+    """Calls optimizer.step() for one unit after another. zeros: parameters of hybrid_3d.py's kinds
+    have a ZeRO each. at_once: one call for all units, for an optimizer that counts a group's steps,
+    or reads several parameters.
+    """
+    for zero in zeros:
+        zero.assert_summed()
+        zero.now = "stepping"  # all: of two optimizers one may have masters of the others alone
+    pairs = [(zero, unit) for zero in zeros for unit in zero.units]
+    turns = [pairs] if at_once else [[pair] for pair in pairs]
+    for turn in turns:
+        for _, unit in turn:
+            unit.lend_gradients()
+        optimizer.step()
+        for zero, unit in turn:
+            unit.take_masters()
+            zero.renew(unit)
+    for _, unit in pairs:
+        unit.wait()
+    for zero in zeros:
+        zero.now = "stepped"
 
 
 class ZeRO2(ZeRO1):
@@ -558,31 +580,6 @@ def groups_of_masters(units, groups=None):
     return ours
 
 
-def step_by_units(zeros, optimizer):
-    """zeros: a list, since parameters of hybrid_3d.py's kinds have a ZeRO each."""
-    for zero in zeros:
-        zero.begin_step([])  # all: of two optimizers one may have masters of the others alone
-    for zero in zeros:
-        for unit in zero.units:
-            zero.begin_step([unit])
-            optimizer.step()
-            zero.end_step([unit])
-    for zero in zeros:
-        zero.wait()
-
-
-def step_at_once(zeros, optimizer):
-    """For an optimizer that counts a group's steps, or reads several parameters: one call for all
-    units."""
-    for zero in zeros:
-        zero.begin_step(zero.units)
-    optimizer.step()
-    for zero in zeros:
-        zero.end_step(zero.units)
-    for zero in zeros:
-        zero.wait()
-
-
 def full_state_dict(model, zero):
     """-> {name: whole tensor} of the plain model, see full_parameters. All ranks must call it."""
     found = zero.full_parameters()
@@ -683,10 +680,9 @@ def train_step(model, zero, optimizer, x, y, valid, clip, accum=1):
 
 def parallelize_at_work(model, lr, stage, mesh):
     if stage == 1:
-        trained = [p for p in model.parameters() if p.requires_grad]
         module = DistributedDataParallel(model, gradient_as_bucket_view=True)
         # it calls adamw(this rank's parameters, lr=lr) as it would call an optimizer's class
-        return module, ZeroRedundancyOptimizer(trained, adamw, lr=lr)
+        return module, ZeroRedundancyOptimizer(trained(model), adamw, lr=lr)
     for unit in [*model.blocks, model]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=stage == 3)
     return model, adamw(model.parameters(), lr)  # of DTensors
@@ -765,7 +761,7 @@ def set_up(run, impl, mesh):
     optimizer = run.optimizer(named, groups=zero.parameter_groups,
                               wholes=partial(wholes_of_units, zero.units, zero.group))
     if args.optimizer == "muon":
-        zero.step = partial(step_at_once, [zero])
+        zero.step = partial(zero.step, at_once=True)
     step = partial(train_step, model, accum=args.accum)
     return run.side(zero, optimizer, step, evaluate=evaluate,
                     held=partial(held, model, zero, optimizer),

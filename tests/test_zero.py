@@ -263,10 +263,7 @@ def check_turns(stage, at_once, turns):
     optimizer.register_step_pre_hook(note)
     llama_loss(model, *ROWS).backward()
     ours.reduce()
-    if at_once:
-        zero.step_at_once([ours], optimizer)
-    else:
-        ours.step(optimizer)
+    ours.step(optimizer, at_once)
     assert stepped == turns
 
 
