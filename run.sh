@@ -5,9 +5,9 @@
 #   ./run.sh FILE [N] [flags]     one file on N ranks (all GPUs, else 2): ./run.sh ddp 4 --steps 50
 #   ./run.sh bench [FILE] [flags] the idea, ours and torch's own: calls, bytes, time
 #   ./run.sh scale FILE [flags]   1, 2, 4, .. ranks: speed-up and efficiency
-#   ./run.sh plan [flags]         which layout of hybrid_3d for my model on my cluster
-#   ./run.sh weights [flags]      take weights from Hugging Face's files, or give them
-#   ./run.sh sample [flags]       text from a checkpoint
+#   ./run.sh plan --gpus N --batch B [flags]    which layout of hybrid_3d for my model on my cluster
+#   ./run.sh weights import|export FROM TO      weights from Hugging Face's files, or to them
+#   ./run.sh sample DIR [PROMPT]  text from a checkpoint
 #   ./run.sh sweep N [SEED]       N random runs over files, ranks, sizes and flags, in fp64
 #   ./run.sh draw [--measure]     the pictures of docs/
 #   ./run.sh gpu                  what needs a GPU, as one table

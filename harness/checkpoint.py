@@ -5,9 +5,10 @@
     --resume DIR                   go on from the newest that is whole (or from DIR/100 itself)
     --init-from DIR                take the weights alone, and start at step 0
 
-A checkpoint holds whole tensors under the names of the plain model, and their AdamW states as
-NAME.exp_avg and NAME.exp_avg_sq. No rank need have a whole tensor: each tells which boxes of it
-lie in its memory, and that is a Piece. So every script and every layout reads every other's.
+A checkpoint holds whole tensors under the names of the plain model, and the optimizer's states as
+NAME.exp_avg and NAME.exp_avg_sq (of Muon NAME.momentum_buffer). No rank need have a whole tensor:
+each tells which boxes of it lie in its memory, and that is a Piece. So every script and every
+layout reads every other's.
 
     rank 0     Piece("up.weight", (8, 4), (0, 0), its rows 0 to 3)
     rank 1     Piece("up.weight", (8, 4), (4, 0), its rows 4 to 7)
@@ -15,7 +16,7 @@ lie in its memory, and that is a Piece. So every script and every layout reads e
 The files are those of torch.distributed.checkpoint: see dcp.py, which is imported where it is used,
 since it takes half as long as torch to load. It writes its table of contents, .metadata, last: a
 folder that has one is whole. The last two are kept. What makes the run the same is inside:
-parameters, AdamW states, the steps behind it (hence the place in the data), the flags. Nothing here
+parameters, the optimizer's states, the steps behind it (so the place in the data), flags. Nothing
 draws random numbers while it trains. DIR is a folder that all ranks see.
 """
 import json
@@ -24,6 +25,7 @@ import shutil
 import tempfile
 from collections import ChainMap, namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -36,7 +38,7 @@ from harness.usage import require
 # ---- pieces ------------------------------------------------------------------
 
 Piece = namedtuple("Piece", "name shape start tensor writes", defaults=(True,))
-# name     of the whole tensor, in the plain model; of AdamW's states, + ".exp_avg" or ".exp_avg_sq"
+# name     of the whole tensor, in the plain model; of an optimizer's states + "." + one of STATES
 # shape    of the whole tensor, without padding
 # start    where this box begins in it, an index for each dimension
 # tensor   this rank's box: a view of the memory that training uses, since loading copies into it
@@ -243,6 +245,18 @@ def reason(error):
     return said.splitlines()[0]
 
 
+@contextmanager
+def loading(flag, place):
+    """What DCP raises in here, on a rank alone, ends the run."""
+    from harness.dcp import checkpoint
+
+    try:
+        yield
+    except checkpoint.CheckpointException as fault:
+        [(error, _)] = fault.failures.values()
+        require(False, f"{flag} {place}: not loaded: {reason(error)}")
+
+
 def newest(folder, flag):
     """-> the newest whole checkpoint in a folder, or the folder if it is one itself, and its notes.
     """
@@ -252,7 +266,8 @@ def newest(folder, flag):
         require(steps, f"{flag} {folder}: no whole checkpoint there")
         place = place / str(steps[-1])
     try:
-        [text] = read_whole(place, lambda name: name == "notes").values()
+        with loading(flag, place):
+            [text] = read_whole(place, lambda name: name == "notes").values()
         notes = json.loads(bytes(text.tolist()))
         return place, {name: notes[name] for name in ("steps", "identity", "extra")}
     except (OSError, ValueError, LookupError, RuntimeError) as error:
@@ -391,7 +406,8 @@ def restore(start, side):
     dist.all_gather_object(of_ranks, {piece.name: piece.shape for piece in pieces}, group=group)
     wrong = misfit(dcp.table_of(start.folder), ChainMap(*of_ranks))
     require(not wrong, f"{start.flag} {start.folder}: {wrong}")
-    dcp.load(start.folder, pieces)
+    with loading(start.flag, start.folder):
+        dcp.load(start.folder, pieces)
 
 
 def misfit(saved, here):
@@ -411,7 +427,7 @@ def misfit(saved, here):
 
 
 def is_weight(name):
-    """Is this the name of a parameter, not of an AdamW state or the notes?"""
+    """Is this the name of a parameter, not of an optimizer's state or the notes?"""
     return name != "notes" and name.rpartition(".")[2] not in STATES
 
 

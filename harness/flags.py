@@ -48,8 +48,8 @@ FLAGS = {
                      "step after the last"),
     "--clip": dict(type=float, default=1.0, least=0, help="largest gradient norm, 0: no clipping"),
     "--seed": dict(type=int, default=0, least=0, help="of weights and batches"),
-    "--data": dict(default="", metavar="PATH", help="text file, folder, or token ids in FILE.bin "
-                   "(default: Python's own sources)"),
+    "--data": dict(default="", metavar="PATH", help="text file, folder, or token ids in FILE.bin, "
+                   "FILE.u32 (default: Python's own sources)"),
     "--pad": dict(type=float, default=0.0, least=0, most=0.99, help="fraction of targets to "
                   "ignore, unevenly (above 0.25: less)"),
     "--train": dict(default="", metavar="REGEX", help="train the parameters whose names it finds, "
@@ -112,7 +112,9 @@ def variable(flag):
 def parse(doc, flags, words=None):
     """Flags as FLAGS has them, or arguments without a name -> argparse's result, in bounds."""
     wide = partial(argparse.HelpFormatter, max_help_position=30, width=100)
-    usage = " ".join(["%(prog)s", *(name for name in flags if name[0] != "-"), "[flags]"])
+    words_of = [f"[{name}]" if flag.get("nargs") == "?" else name
+                for name, flag in flags.items() if name[0] != "-"]
+    usage = " ".join(["%(prog)s", *words_of, "[flags]"])
     parser = argparse.ArgumentParser(description=doc.split("\n")[0], usage=usage,
                                      allow_abbrev=False, formatter_class=wide)
     parser.error = lambda message: require(False, message)

@@ -75,7 +75,8 @@ def show(report):
         print(f"FAILED, worst gradient: {check['gradient_worst']}")
 
 
-NEXT = "--impl all times the idea, ours and torch's; --dtype fp64 proves; --dry-run 512 counts"
+NEXT = ("--impl all times the idea and torch's; --dtype fp64 proves; "
+        "python FILE.py --dry-run 512 counts")
 
 WORDS = {
     "gradient": "gradients",
@@ -97,7 +98,7 @@ def verdict(check):
         what = "losses"
         if "validation" in check["judged"]:
             what = "losses, also on held-out text,"
-        proved = f"{what} {relation} one process's, and nothing else is judged in low precision"
+        proved = f"{what} {relation} one process's, and nothing else is judged here"
     return f"{proved}; worst gaps:\n  {gaps_of(check)} (tolerance {check['tolerance']:.0e})"
 
 

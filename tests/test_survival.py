@@ -89,6 +89,11 @@ def test_checkpoints_that_do_not_fit(good, tmp_path):
     checkpoint.write_whole(tmp_path / "more", state, {})
     said = run_script("ddp", 2, *QUICK, "--init-from", str(tmp_path / "more"), code=2)
     assert "its adapter.weight is not in this model" in said
+    for lost in "01":  # a file that rank 0 has written, with the notes, or rank 1
+        shutil.copytree(folder, tmp_path / lost)
+        (tmp_path / lost / "4" / f"__{lost}_0.distcp").unlink()
+        flags = (*QUICK, "--steps", "6", "--resume", str(tmp_path / lost))
+        assert "/4: not loaded: No such file" in run_script("ddp", 2, *flags, code=2)
 
 
 def test_held_out_text_goes_on(tmp_path):

@@ -1,4 +1,4 @@
-"""Start a technique on N ranks with torchrun, and say in one line what torchrun says in a page.
+"""Start a technique on N ranks with torchrun, and say in one line what torchrun adds in a page.
 
     ./run.sh FILE [N] [flags]           python tools/launch.py FILE [N] [flags]
 

@@ -246,7 +246,7 @@ def to_theirs(state, cfg, experts):
 def weights_of(folder):
     """A folder of checkpoints, or one -> the newest one's weights, by name, and the identity of
     the model."""
-    # in the place of a flag, for the line of an error: "checkpoints in DIR: no checkpoint there"
+    # in the place of a flag, for the line of an error, "checkpoints in DIR: no whole .."
     place, notes = checkpoint.newest(folder, "checkpoints in")
     return checkpoint.read_whole(place), notes["identity"]
 
@@ -283,8 +283,8 @@ def flags_for(cfg):
 
 
 def export_weights(source, target):
-    library = safetensors()
     state, identity = weights_of(source)
+    library = safetensors()
     cfg = sizes_in(identity).resolved()
     experts = identity.get("experts", 0)
     require(not experts or not cfg.form.learned_positions,
