@@ -800,14 +800,6 @@ def step_with_experts(model, *others):
     return loss, norm
 
 
-def full_state_dict(model):
-    return one_by_one(model.full_state_dict())
-
-
-def full_gradients(model):
-    return one_by_one(model.full_gradients())
-
-
 def parallelize_idea(gpt, grid, tp, layers, boundary):
     tensor_parallel.parallelize_idea(gpt, tp)  # tp, a TensorParallel, learns what is cut
     return IdeaOfHybrid(carve(gpt, CHAIN, layers), grid, boundary)
@@ -1112,8 +1104,9 @@ def set_up_ours(run, plain, mesh, plans, layers):
         model.step = partial(step_by_units, model.zeros, at_once=True)
     return run.side(
         model, optimizer, step,
-        evaluate=partial(evaluate, model), full_gradients=partial(full_gradients, model),
-        full_state_dict=partial(full_state_dict, model), pieces=partial(pieces, model, optimizer),
+        evaluate=partial(evaluate, model), pieces=partial(pieces, model, optimizer),
+        full_gradients=lambda: one_by_one(model.full_gradients()),
+        full_state_dict=lambda: one_by_one(model.full_state_dict()),
         held=partial(held, model, model, optimizer),
         extra=partial(notes, model) if args.experts else dict)
 
