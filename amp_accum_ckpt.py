@@ -309,7 +309,8 @@ def keep(x, hooks):
     if not torch.is_tensor(x):
         return lambda: x
     pack, unpack = hooks
-    packed = pack(x)
+    with torch.no_grad():  # as autograd calls it
+        packed = pack(x)
     requires_grad = x.requires_grad
     return lambda: unpack(packed).detach().requires_grad_(requires_grad)
 
@@ -336,7 +337,8 @@ def selective(forward, *inputs, **keywords):
         backward     down's wants g: gelu(h) runs again
 
     Kept are the results of matmuls, attention, additions, sums over ranks; backward makes the cheap
-    ones again from them. forward does not run again. If it is compiled, torch runs it uncompiled
+    ones again from them: none of what they read may be changed in place since. forward does not run
+    again. If it is compiled, torch runs it uncompiled
     here, since WriteRecipes has to see its operations.
     """
     if not torch.is_grad_enabled():
@@ -423,6 +425,8 @@ class FusedLossScaler(LossScaler):
 
     def step(self, optimizer, norm):
         assert optimizer.defaults.get("fused"), "take fused=True: other optimizers skip no step"
+        # torch's fused SGD makes it of memory that is not set, when it skips its first step
+        assert not optimizer.defaults.get("momentum"), "no momentum: take AdamW"
         overflow = norm.isfinite().logical_not()
         optimizer.found_inf = overflow.float()
         optimizer.step()

@@ -187,7 +187,6 @@ class Unit:
         self.sum = None
         self.reducing = None  # the sum of buffer over ranks that is under way
         self.gathering = None  # the all-gather into full that is under way
-        self.sending = None  # what this gather reads: shard, in full's dtype, on full's device
         self.cut()
 
     def views(self, flat):
@@ -225,16 +224,16 @@ class Unit:
                 # By .data p gets full's memory, but not its version counter, by which autograd
                 # would take each gather for a change of p, and refuse to go backward.
                 p.data = place
-            self.sending = self.shard.to(self.full.device, self.full.dtype)
-            # sharded -> replicated
-            self.gathering = all_gather(self.full, self.sending, group=self.group, async_op=True)
+            own = self.full[self.mine]
+            own.copy_(self.shard)  # in full's dtype, on full's device
+            # sharded -> replicated, in place
+            self.gathering = all_gather(self.full, own, group=self.group, async_op=True)
 
     def wait(self):
         """After this the parameters can be used. On GPUs the stream waits for it, not the host."""
         if self.gathering:
             self.gathering.wait()
             self.gathering = None
-            self.sending = None
 
     def free(self):
         """Memory goes from under all views of full, also those that autograd keeps for backward."""
@@ -264,11 +263,11 @@ class Unit:
         # partial -> sharded
         self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)
 
-    def wait_sum(self):
-        """The sum over the group has ended, and buffer's memory is free again."""
+    def end_sum(self):
         self.reducing.wait()
         self.reducing = None
         self.buffer = None
+        self.add_sum()
 
     def add_sum(self):
         """Adds this backward's sum to the masters' gradients."""
@@ -341,7 +340,8 @@ class FSDP(nn.Module):
         assert self.units, "all parameters are frozen: nothing to shard"
         self.parts = [part for unit in self.units for part in unit.parts]
         self.masters = nn.ParameterList(part.master for part in self.parts)
-        self.summing = []  # units whose sums this backward has begun, in order
+        self.summing = None  # the unit whose sum is under way
+        self.summed = set()  # units whose sums this backward has begun
         self.in_backward = False
         self.add_hooks(sharded)
 
@@ -415,7 +415,7 @@ class FSDP(nn.Module):
             self.in_backward = True
             # autograd calls end_backward when all of this backward is over
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-        self.gather_root()  # an evaluation since forward may have freed it
+        self.gather_root()  # another backward since forward has freed it
 
     def backward_reaches(self, i, gradient):
         """Backward has come to the output of block i, and is through with block i + 1."""
@@ -429,25 +429,22 @@ class FSDP(nn.Module):
         self.enter(i)
 
     def sum_next(self, unit):
-        """Waits for the sum that is under way, if any, and begins this one: one at a time."""
+        """Ends the sum that is under way, if any, and begins this one: one at a time."""
         if self.summing:
-            self.summing[-1].wait_sum()
-        if unit in self.summing:  # forwards of one loss have used different parameters of it
-            self.summing.remove(unit)
-            unit.add_sum()
+            self.summing.end_sum()
         unit.start_sum()
-        self.summing.append(unit)
+        self.summing = unit
+        self.summed.add(unit)
 
     def end_backward(self):
         self.free()
         for unit in self.units:
             late = any(p.grad is not None for p in unit.shapes)  # of casts that autocast has kept
-            if late or unit not in self.summing:
+            if late or unit not in self.summed:
                 self.sum_next(unit)
-        self.summing[-1].wait_sum()
-        for unit in self.summing:  # only now: HSDP's sums over copies are under way until here
-            unit.add_sum()
-        self.summing = []
+        self.summing.end_sum()
+        self.summing = None
+        self.summed = set()
         self.in_backward = False
 
     # -- a step
@@ -500,7 +497,7 @@ class FSDP(nn.Module):
         names = {t: name for name, t in reversed(self.module.state_dict(keep_vars=True).items())}
         for t, name in names.items():
             assert state[name].shape == shape_of.get(t, t.shape), f"{name}: {state[name].shape}"
-            if t.numel():  # not empty: what is frozen, and buffers
+            if t.numel():  # not empty: what is frozen, buffers, a root that is whole just now
                 t.data.copy_(state[name])
             if t in part_of:
                 part = part_of[t]
@@ -546,16 +543,20 @@ class UnitOfCopies(Unit):
     replicas = None  # the group of ranks that have the same shard, one in each copy of the model
     adding = None  # the sum over copies that is under way
 
-    def wait_sum(self):
-        """The copy's sum has ended: the sum over copies begins."""
-        super().wait_sum()
+    def start_sum(self):
+        self.end_adding()  # in one backward there may be two sums of a unit
+        super().start_sum()
+
+    def add_sum(self):
+        """The copy's sum has ended: the sum over copies begins, and ends with backward."""
         # partial -> replicated, of 1/N of the numbers
         self.adding = dist.all_reduce(self.sum, group=self.replicas, async_op=True)
 
-    def add_sum(self):
-        self.adding.wait()
-        self.adding = None
-        super().add_sum()
+    def end_adding(self):
+        if self.adding:
+            self.adding.wait()
+            self.adding = None
+            super().add_sum()
 
 
 class HSDP(FSDP):
@@ -572,6 +573,11 @@ class HSDP(FSDP):
             shard = unit.shard.to(unit.full.device)
             dist.broadcast(shard, group=replicas, group_src=0)  # the first copy's -> replicated
             unit.shard.copy_(shard)
+
+    def end_backward(self):
+        super().end_backward()
+        for unit in self.units:
+            unit.end_adding()
 
 
 def from_meta(module, device, init):

@@ -448,7 +448,13 @@ class Stages(nn.ModuleList):
 
 class HandsOn(nn.Module):
     """What a stage has in the place of a layer, norm, head or token embedding: it hands on x. In
-    the place of learned positions, whose input is integers, it is 0, which the model adds to x."""
+    the place of learned positions, whose input is integers, it is 0, which the model adds to x.
+    old: what was there; a forward may read its words and numbers (transformers' attention_type)."""
+
+    def __init__(self, old=None):
+        super().__init__()
+        known = vars(old) if old else {}
+        vars(self).update({k: v for k, v in known.items() if isinstance(v, (str, int, float))})
 
     def forward(self, x, *others, **keywords):
         return x if x.is_floating_point() else torch.zeros((), device=x.device)
@@ -509,7 +515,7 @@ def carve(model, chain, layers):
         stage = shallow(model)
         for name in home:
             if home[name] != number:
-                exchange(stage, name, None if name in chain.absent else HandsOn())
+                exchange(stage, name, name in chain.absent)
         stage.forward = partial(chain.call, stage.forward)
         stages.append(stage)
     return stages
@@ -525,15 +531,16 @@ def shallow(module):
     return twin
 
 
-def exchange(module, name, other):
-    """Puts `other` in the place of module.name, and leaves what shares submodules as it is."""
+def exchange(module, name, absent):
+    """Puts a HandsOn, or None, in the place of module.name, and leaves what shares submodules as it
+    is."""
     *path, last = name.split(".")
     for step in path:
         module._modules[step] = shallow(module._modules[step])
         module = module._modules[step]
     is_module = last in module._modules or getattr(module, last, 0) is None
     assert is_module, f"{name} is no module: every stage would run it"
-    module._modules[last] = other
+    module._modules[last] = None if absent else HandsOn(module._modules.get(last))
 
 
 def full_state_dict(stages, group=None):
@@ -625,8 +632,8 @@ def split_linear(x, weight, bias):
     return split(product, gradient_of_x, x, weight, bias)[0]
 
 
-def forward_split(linear, x):
-    return split_linear(x, linear.weight, linear.bias)
+def forward_split(linear, input):  # as nn.Linear calls it
+    return split_linear(input, linear.weight, linear.bias)
 
 
 class SplitPipeline(Pipeline):
@@ -968,7 +975,7 @@ def schedule_at_work(name, here, plans, boundary, logits, loss_of, group=None):
 def refuse_at_work(require, name, micro, ranks):
     """Refuses what torch's schedules would raise for."""
     require(name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
-    # before torch 2.13 a rank that has two stages in a row sends to itself, and gloo cannot
+    # before torch 2.13 a rank that has two stages in a row sends to itself, which gloo cannot
     able = name not in ("zb-v", "dualpipe-v") or torch.__version__ >= (2, 13)
     require(able, f"--schedule {name}: needs torch 2.13, or --impl scratch")
     enough = name != "1f1b" or micro >= ranks

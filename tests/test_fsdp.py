@@ -156,7 +156,7 @@ def test_copy():
 PLANTED = [
     (check_copy, "tied", "gradient[part.here]", "gradient[part.here] / 2"),
     (check_copy, "tied",
-     "self.gathering = all_gather(self.full, self.sending, group=self.group, async_op=True)",
+     "self.gathering = all_gather(self.full, own, group=self.group, async_op=True)",
      "self.full.zero_()"),
     (check_copy, "tied",
      "self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)",
@@ -355,7 +355,8 @@ def as_nccl(collective, works, out, tensor, group, async_op=False):
     """On a stream of its own it may read and write its memory until wait() is called."""
     result = torch.empty_like(out)
     collective(result, tensor, group=group)
-    memory = [(weakref.ref(t), t.untyped_storage().nbytes()) for t in (out, tensor)]
+    owners = [t if t._base is None else t._base for t in (out, tensor)]
+    memory = [(weakref.ref(t), t.untyped_storage().nbytes()) for t in owners]
     works["begun"] += 1
 
     def wait():
@@ -367,10 +368,13 @@ def as_nccl(collective, works, out, tensor, group, async_op=False):
 
 
 def check_memory(reshard, most):
-    """Collectives find their memory, and so many blocks are gathered at a time."""
+    """Collectives find their memory, so many blocks are gathered at a time, and one sum kept."""
     module = copied("fsdp")
     works = Counter()
     gathered = []
+    summing = []
+    into("Unit", "start_sum", "after", lambda unit: summing.append(
+        sum(unit.sum is not None for unit in model.units)))(module)
     module.all_gather = partial(as_nccl, module.all_gather, works)
     module.reduce_scatter = partial(as_nccl, module.reduce_scatter, works)
     into("Unit", "gather", "after", lambda unit: gathered.append(
@@ -379,6 +383,7 @@ def check_memory(reshard, most):
     model = module.FSDP(inner, inner.layers, reshard=reshard, dtype=torch.float32)
     llama_loss(model, *ROWS).backward()
     assert max(gathered) == most and works["begun"] == works["waited for"]
+    assert max(summing) == 1
 
 
 def test_parts():

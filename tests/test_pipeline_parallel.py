@@ -331,6 +331,9 @@ def check_chain():
     with pytest.raises(AssertionError, match="name modules for what"):  # all stages would norm
         module.assert_carves(model, chain._replace(last=["lm_head"]), torch.randn(2, 4, 12))
     assert module.HandsOn()(x).unsqueeze(0) == 0  # as GPT-2's positions are used
+    model.layers[2].kind = "full"  # as a forward of transformers reads
+    stage, _ = module.carve(model, chain, [2, 1])
+    assert stage.layers[2].kind == "full"
     whole = {name: t + 1 for name, t in model.state_dict().items()}
     for stage in stages:
         assert not stage.load_state_dict(whole, strict=False).missing_keys
