@@ -173,6 +173,39 @@ def sum_gradients(parameters, group=None):
 # The idea makes one node of a block. Here the graph stays as autograd makes it, of any forward, but
 # keeps less: autograd hands each tensor that backward will want to a pair of hooks. The graph keeps
 # what pack(tensor) returns, and unpack() has to make the tensor of it again.
+# What a checkpoint keeps goes through the hooks around it: so it may lie within another.
+
+
+def hooks_around():
+    """-> the pack and unpack in force, such as save_on_cpu's, or what autograd does without any."""
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
+    return pair or (pack_checked, unpack_checked)
+
+
+def pack_checked(tensor):
+    """Detached: else softmax's node, which keeps its result, would keep itself."""
+    return tensor.detach(), tensor._version  # _version counts changes in place
+
+
+def unpack_checked(packed):
+    tensor, version = packed
+    assert tensor._version == version, "changed in place, but backward needs what it was"
+    return tensor
+
+
+def keep(x, hooks):
+    """-> a function that returns x again, a tensor or what else forward is called with.
+
+    Of nested pairs of hooks autograd calls the innermost alone: so the checkpoint hands what it
+    keeps to the pair around it.
+    """
+    if not torch.is_tensor(x):
+        return lambda: x
+    pack, unpack = hooks
+    with torch.no_grad():  # as autograd calls it
+        packed = pack(x)
+    requires_grad = x.requires_grad
+    return lambda: unpack(packed).detach().requires_grad_(requires_grad)
 
 
 # ---- full: recompute, for any forward
@@ -278,41 +311,6 @@ def surroundings(inputs):
             yield
 
     return as_now
-
-
-# ---- checkpoints within checkpoints: what one keeps goes through the hooks around it
-
-
-def hooks_around():
-    """-> the pack and unpack in force, such as save_on_cpu's, or what autograd does without any."""
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
-    return pair or (pack_checked, unpack_checked)
-
-
-def pack_checked(tensor):
-    """Detached: else softmax's node, which keeps its result, would keep itself."""
-    return tensor.detach(), tensor._version  # _version counts changes in place
-
-
-def unpack_checked(packed):
-    tensor, version = packed
-    assert tensor._version == version, "changed in place, but backward needs what it was"
-    return tensor
-
-
-def keep(x, hooks):
-    """-> a function that returns x again, a tensor or what else forward is called with.
-
-    Of nested pairs of hooks autograd calls the innermost alone: so the checkpoint hands what it
-    keeps to the pair around it.
-    """
-    if not torch.is_tensor(x):
-        return lambda: x
-    pack, unpack = hooks
-    with torch.no_grad():  # as autograd calls it
-        packed = pack(x)
-    requires_grad = x.requires_grad
-    return lambda: unpack(packed).detach().requires_grad_(requires_grad)
 
 
 # ---- selective: the results of cheap operations alone are made again
