@@ -336,8 +336,7 @@ def selective(forward, *inputs, **keywords):
 
     Kept are the results of matmuls, attention, additions, sums over ranks; backward makes the cheap
     ones again from them: none of what they read may be changed in place since. forward does not run
-    again. If it is compiled, torch runs it uncompiled
-    here, since WriteRecipes has to see its operations.
+    again. If it is compiled, torch runs it uncompiled here: WriteRecipes has to see its operations.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
@@ -424,7 +423,8 @@ class FusedLossScaler(LossScaler):
     def step(self, optimizer, norm):
         assert optimizer.defaults.get("fused"), "take fused=True: other optimizers skip no step"
         # torch's fused SGD makes it of memory that is not set, when it skips its first step
-        assert not optimizer.defaults.get("momentum"), "no momentum: take AdamW"
+        moves = any(group.get("momentum") for group in optimizer.param_groups)
+        assert not moves, "no momentum: take AdamW"
         overflow = norm.isfinite().logical_not()
         optimizer.found_inf = overflow.float()
         optimizer.step()

@@ -305,7 +305,7 @@ def table_of(stages, tp, zero):
     for stage in stages:
         for path, owner in stage.named_modules():
             assert len(stages) == 1 or getattr(owner, "everyone", owner) is not None, (
-                "experts in a pipeline: give MoE everyone=mesh.group['peers']")
+                "experts in several stages: give MoE everyone=mesh.group['peers']")
             for name, p in owner.named_parameters(path, recurse=False):
                 kind = kind_of(p, owner, tp)
                 fate = of_kind[kind]
@@ -331,7 +331,7 @@ def alike(fate):
 # The way of a gradient, such as that of a norm's weight, with --sp and ZeRO-1:
 #     B of a micro-batch      autograd calls ZeRO's hook, which adds it to its unit's buffer
 #     B of the last one       meanwhile a reduce-scatter over data: part.grad, this rank's part
-#     end of pipeline.step    waits for the sum, and sums what is tied
+#     next action, or end     waits for the sum; the end of pipeline.step sums what is tied
 #     sum_gradients           sums over tp, and over ends what is tied, as its fate says
 #     gradient_norm           of ranks with the same numbers the first one counts them
 #     step                    master.grad; AdamW steps master; an all-gather over data: new weights
@@ -511,8 +511,8 @@ class Hybrid(nn.Module):
         for zero in self.zeros:
             zero.zero_grad()
 
-    def step(self, optimizer):
-        step_by_units(self.zeros, optimizer)
+    def step(self, optimizer, at_once=False):
+        step_by_units(self.zeros, optimizer, at_once)
 
     # -- the whole: {name: tensor} on every rank. All must call it
 
@@ -1101,7 +1101,7 @@ def set_up_ours(run, plain, mesh, plans, layers):
         wholes=partial(wholes_of_units_of_cuts, model.zeros, model.tp, names))
     step = step_with_experts if args.experts else train_step
     if args.optimizer == "muon":
-        model.step = partial(step_by_units, model.zeros, at_once=True)
+        model.step = partial(model.step, at_once=True)
     return run.side(
         model, optimizer, step,
         evaluate=partial(evaluate, model), pieces=partial(pieces, model, optimizer),

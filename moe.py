@@ -345,7 +345,7 @@ class StackedLinear(nn.Module):
     def __init__(self, linears):
         super().__init__()
         refuse_forwards(linears)
-        self.register_parameter("bias", None)
+        self.bias = None
         stacks, _ = torch.func.stack_module_state(linears)
         for name, stack in stacks.items():  # weight, and bias if there is one
             setattr(self, name, nn.Parameter(stack, stack.requires_grad))
@@ -445,6 +445,7 @@ class Arrive(torch.autograd.Function):
 
 
 # ---- balance: experts are chosen about equally often
+
 
 def balancing_loss(load, logits, probs, top_k, alpha, beta):
     """This rank's summand of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
@@ -552,18 +553,23 @@ def full_state_dict(model, ep):
 
 def load_full_state_dict(model, ep, state):
     """Its inverse. state: {name: whole tensor}, the same on all ranks."""
-    mine = model.state_dict()
-    state = dict(state)
-    for name, tensor in mine.items():
+    tensors = model.state_dict(keep_vars=True)
+    # the first of two tied names, which is the one that safetensors has
+    first_name = {t: name for name, t in reversed(tensors.items())}
+    known = set(tensors)
+    mine = {}
+    for name, t in tensors.items():
         if is_stack(name):
-            experts = range(len(tensor) * ep.size())
-            whole = [state.pop(plain_name(name, e)) for e in experts]
-            mine[name] = torch.stack(whole[ep.rank() * len(tensor):][:len(tensor)])
-        elif name.endswith("bias_units"):  # of which a plain model has none
-            mine[name] = state.pop(name, torch.zeros_like(tensor))
+            every = [plain_name(name, e) for e in range(len(t) * ep.size())]
+            known.update(every)
+            first = ep.rank() * len(t)
+            mine[name] = torch.stack([state[each] for each in every[first:first + len(t)]])
+        elif name.endswith("bias_units") and name not in state:  # a plain model has none
+            mine[name] = torch.zeros_like(t)
         else:
-            mine[name] = state.pop(name)
-    assert not state, f"{list(state)} are not in this model"
+            mine[name] = state[first_name[t]]
+    unknown = state.keys() - known if isinstance(state, dict) else None
+    assert not unknown, f"{unknown} are not in this model"
     model.load_state_dict(mine)
 
 

@@ -449,12 +449,14 @@ class Stages(nn.ModuleList):
 class HandsOn(nn.Module):
     """What a stage has in the place of a layer, norm, head or token embedding: it hands on x. In
     the place of learned positions, whose input is integers, it is 0, which the model adds to x.
-    old: what was there; a forward may read its words and numbers (transformers' attention_type)."""
+    old: what was there; a forward may read its words and numbers (transformers' attention_type)"""
 
     def __init__(self, old=None):
         super().__init__()
-        known = vars(old) if old else {}
-        vars(self).update({k: v for k, v in known.items() if isinstance(v, (str, int, float))})
+        known = {} if old is None else vars(getattr(old, "_orig_mod", old))  # if it is compiled
+        for name, value in known.items():
+            if value is None or isinstance(value, (str, int, float)):
+                vars(self)[name] = value
 
     def forward(self, x, *others, **keywords):
         return x if x.is_floating_point() else torch.zeros((), device=x.device)

@@ -511,6 +511,22 @@ def assert_refused(layer):
     of_plain = {name: t for name, t in whole.items() if not name.endswith("bias_units")}
     moe.load_full_state_dict(model, layer.ep, of_plain)
     assert not layer.bias_units.any()
+    moe.load_full_state_dict(model, layer.ep, Files(whole))
+    with pytest.raises(AssertionError, match="experts.shared.weight.* are not in this model"):
+        moe.load_full_state_dict(model, layer.ep, {**whole, "experts.shared.weight": 0})
+
+
+class Files:
+    """Reads a tensor when it is asked for one."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def __getitem__(self, name):
+        return self.state[name]
+
+    def __contains__(self, name):
+        return name in self.state
 
 
 def check_gamma_becomes_0():

@@ -334,6 +334,7 @@ def check_chain():
     model.layers[2].kind = "full"  # as a forward of transformers reads
     stage, _ = module.carve(model, chain, [2, 1])
     assert stage.layers[2].kind == "full"
+    assert module.HandsOn(torch.compile(model.layers[2])).kind == "full"
     whole = {name: t + 1 for name, t in model.state_dict().items()}
     for stage in stages:
         assert not stage.load_state_dict(whole, strict=False).missing_keys

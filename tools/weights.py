@@ -248,7 +248,8 @@ def weights_of(folder):
     the model."""
     # in the place of a flag, for the line of an error, "checkpoints in DIR: no whole .."
     place, notes = checkpoint.newest(folder, "checkpoints in")
-    return checkpoint.read_whole(place), notes["identity"]
+    with checkpoint.loading("checkpoints in", place):
+        return checkpoint.read_whole(place), notes["identity"]
 
 
 def sizes_in(identity):
