@@ -255,12 +255,11 @@ def seen(mine, theirs, tokens):
     Pairs of early_and_late are nested. Of mine 0,7 and theirs 3,4: 0 is before both, blind, and
     both are visible to 7. Of mine 2,5 and theirs 1,6: none is blind, and 1 is visible to both.
     """
-    if mine == theirs:
-        return 0, tokens, True  # a rank's own tokens ascend, also those of chunks 0,7
     size = tokens // len(mine)  # of a chunk
     blind = [chunk for chunk in mine if chunk < theirs[0]]
-    visible = [chunk for chunk in theirs if chunk < mine[-1]]
-    return len(blind) * size, len(visible) * size, False
+    visible = [chunk for chunk in theirs if chunk <= mine[-1]]
+    # a rank's own tokens ascend, also those of chunks 0,7
+    return len(blind) * size, len(visible) * size, mine == theirs
 
 
 # 3. One rank's keys after the other. They come by the idea's collectives, or around a ring.
@@ -270,8 +269,8 @@ class Blockwise(ContextParallel):
     """What AllGather and Ring share. They add how keys and values come, and gradients go:
 
     bring(own_kv) yields (a rank, its K and V) for one rank after the other
-    backward(dq, of_queries, own_kv, documents) -> own_dkv, of all ranks' queries; adds to dq.
-        of_queries: this rank's dout, q, out, lse
+    backward(add_gradients, own_kv, dtype) -> own_dkv, of all ranks' queries.
+        add_gradients(dkv, a rank, its K and V) adds to dkv, in dtype, what this rank's queries give
     """
 
     def attend(self, q, k, v, documents=None):
@@ -293,22 +292,10 @@ class Blockwise(ContextParallel):
         keys = documents[:, self.positions_of(source, self.cp, T, documents.device)[:count]]
         return first, count, causal, queries.unsqueeze(2) == keys.unsqueeze(1)
 
-    def add_gradients(self, dq, dkv, of_queries, source, kv, documents):
-        """Adds to dq and dkv what attention to one rank's keys gives."""
-        first, count, causal, is_same = self.seen_of(source, kv.shape[-2], documents)
-        if count == 0:
-            return
-        of_queries = [x[:, :, first:] for x in of_queries]
-        k, v = kv[..., :count, :]
-        block_dq, block_dk, block_dv = attend_block_backward(*of_queries, k, v, causal, is_same)
-        dq[:, :, first:] += block_dq
-        dkv[0, :, :, :count] += block_dk
-        dkv[1, :, :, :count] += block_dv
-
 
 class BlockwiseAttention(torch.autograd.Function):
-    """This rank's queries attend to the keys of one rank after the other, which ranks, a Blockwise,
-    brings."""
+    """This rank's queries attend to the keys of one rank after the other. ranks, a Blockwise,
+    brings keys, and sends their gradients home."""
 
     @staticmethod
     def forward(ctx, q, own_kv, documents, ranks):  # q (B, H, T/cp, D), own_kv (2, B, K, T/cp, D)
@@ -335,8 +322,20 @@ class BlockwiseAttention(torch.autograd.Function):
     def backward(ctx, dout):
         q, out, lse, own_kv, documents = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=lse.dtype)  # fp32 or better
+
+        def add_gradients(dkv, source, kv):
+            first, count, causal, is_same = ctx.ranks.seen_of(source, q.shape[2], documents)
+            if count == 0:
+                return
+            of_queries = [x[:, :, first:] for x in (dout, q, out, lse)]
+            k, v = kv[..., :count, :]
+            block_dq, block_dk, block_dv = attend_block_backward(*of_queries, k, v, causal, is_same)
+            dq[:, :, first:] += block_dq
+            dkv[0, :, :, :count] += block_dk
+            dkv[1, :, :, :count] += block_dv
+
         with torch.autocast(q.device.type, enabled=False):  # as in forward
-            own_dkv = ctx.ranks.backward(dq, (dout, q, out, lse), own_kv, documents)
+            own_dkv = ctx.ranks.backward(add_gradients, own_kv, dq.dtype)
         return dq.to(dout.dtype), own_dkv.to(dout.dtype), None, None
 
 
@@ -351,11 +350,11 @@ class AllGather(Blockwise):
         all_gather(all_kv.view(-1), own_kv.view(-1), group=self.group, async_op=True).wait()
         return enumerate(all_kv)
 
-    def backward(self, dq, of_queries, own_kv, documents):
+    def backward(self, add_gradients, own_kv, dtype):
         brought = self.bring(own_kv)
-        all_dkv = dq.new_zeros(self.cp, *own_kv.shape)
+        all_dkv = own_kv.new_zeros(self.cp, *own_kv.shape, dtype=dtype)
         for source, kv in brought:
-            self.add_gradients(dq, all_dkv[source], of_queries, source, kv, documents)
+            add_gradients(all_dkv[source], source, kv)
         own_dkv = torch.empty_like(all_dkv[0])
         reduce_scatter(own_dkv.view(-1), all_dkv.view(-1), group=self.group)  # partial -> sharded
         return own_dkv
@@ -400,11 +399,11 @@ class Ring(Blockwise):
             kv = passing.wait()
         yield (self.cp_rank + 1) % self.cp, kv  # the last one is passed on to nobody
 
-    def backward(self, dq, of_queries, own_kv, documents):
+    def backward(self, add_gradients, own_kv, dtype):
         passing = None  # a sum that comes here, while this rank's summand is made
         for source, kv in self.bring(own_kv):
-            dkv = dq.new_zeros(own_kv.shape)  # sent even if 0: the next rank waits for it
-            self.add_gradients(dq, dkv, of_queries, source, kv, documents)
+            dkv = torch.zeros_like(own_kv, dtype=dtype)  # sent even if 0: the next rank waits
+            add_gradients(dkv, source, kv)
             if source == self.cp_rank:  # hop 0
                 own_dkv = dkv  # stays: the sum of all others' summands comes here in the end
                 continue

@@ -316,7 +316,7 @@ IN_A_COPY = [
     ("Zigzag", "torch.sigmoid(block_lse - lse[:, :, first:])", "torch.full_like(block_lse, 0.5)"),
     ("Zigzag", "lse[:, :, first:] = torch.logaddexp", "torch.logaddexp"),
     ("Zigzag", "chunk < theirs[0]", "False"),
-    ("Zigzag", "chunk < mine[-1]", "True"),
+    ("Zigzag", "chunk <= mine[-1]", "True"),
     ("Ring", "dkv[1, :, :, :count] += block_dv", "pass"),
     ("Ring", "own_dkv += passing.wait()", "passing.wait()"),
     ("AllGather", "reduce_scatter(own_dkv.view(-1), all_dkv.view(-1), group=self.group)",
