@@ -53,7 +53,8 @@ from pipeline_parallel import (
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, Cut, RowLinear, SequenceParallel, TensorParallel, assert_same,
     vocab_parallel_cross_entropy)
-from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, step_by_units, units_of
+from zero import (
+    ZeRO1, ZeRO2, ZeRO3, groups_of_masters, scale_to_norm, step_by_units, units_of)
 from zero import load_full_state_dict as load_parts
 
 # part 1 alone
@@ -326,85 +327,7 @@ def alike(fate):
     return [axis for axis, what in fate.items() if what in ("same", "sum")]
 
 
-# ---- 2.3 a step of a Hybrid, which follows ----
-
-# The way of a gradient, such as that of a norm's weight, with --sp and ZeRO-1:
-#     B of a micro-batch      autograd calls ZeRO's hook, which adds it to its unit's buffer
-#     B of the last one       meanwhile a reduce-scatter over data: part.grad, this rank's part
-#     next action, or end     waits for the sum; the end of pipeline.step sums what is tied
-#     sum_gradients           sums over tp, and over ends what is tied, as its fate says
-#     gradient_norm           of ranks with the same numbers the first one counts them
-#     step                    master.grad; AdamW steps master; an all-gather over data: new weights
-
-
-def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: this copy's rows (B/dp, T), the same on all its ranks; y: the next tokens, or -100.
-    valid: how many targets there are in the whole batch. If each copy knows its own:
-        valid = (y != -100).sum()
-        dist.all_reduce(valid, group=mesh.group["dp"])
-
-    -> this rank's part of the loss, the norm of the whole gradient.
-    """
-    model.zero_grad()
-    inputs, loss_of = model.in_microbatches(x, y, valid)
-    loss = model.pipeline.step(inputs, loss_of) / model.tp.size  # every rank of tp has all of it
-    sum_gradients(model)
-    norm = gradient_norm(model)
-    gradients = [part.grad for part in model.parts]
-    if clip and gradients:
-        finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled, the fault shows
-        # clip_grads_with_norm_ would want parameters
-        torch._foreach_mul_(gradients, (clip / (finite + 1e-6)).clamp(max=1))
-    model.step(optimizer)
-    return loss, norm
-
-
-def sum_gradients(model):
-    """Of this rank's parts, over the other axes: over copies the pipeline has summed."""
-    of_parts = [(model.table[part.parameter].fate, part.grad) for part in model.parts]
-    for axis in ("tp", "twins", "ends"):  # few models have twins
-        gradients = [gradient for fate, gradient in of_parts if fate.get(axis) == "sum"]
-        if gradients and model.group[axis].size() > 1:
-            # partial -> replicated
-            tensor_parallel.sum_over_ranks(gradients, model.group[axis])
-
-
-def gradient_norm(model):
-    """Of the whole model. Of the ranks that hold the same numbers the first one counts them."""
-    p = next(model.parameters())
-    square = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-    counted = []
-    for part in model.parts:
-        axes = alike(model.table[part.parameter].fate)
-        if all(dist.get_rank(model.group[axis]) == 0 for axis in axes):
-            counted.append(part.grad)
-    if counted:
-        square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
-    dist.all_reduce(square)  # over all ranks: partial -> replicated
-    return square.sqrt()
-
-
-def assert_alike(model, x, y):
-    """Once, after the first train_step, with its x and y: raises if the ranks of a copy have got
-    different rows, or if ranks of tp have different gradients of what is the same on all (with
-    SequenceParallel nothing is). Then the plan lacks an `inside`, or dropout differed."""
-    same = {"x": x.double(), "y": y.double()}
-    for axis in ("pp", "cp"):
-        assert_same(same, model.group[axis])
-    for part in model.parts:
-        row = model.table[part.parameter]
-        if row.fate["tp"] == "same":
-            same[row.name] = part.grad
-    assert_same(same, model.group["tp"])
-
-
-def evaluate(model, x, y):
-    """-> this rank's part of the sum of token losses."""
-    inputs, loss_of = model.in_microbatches(x, y, 1)
-    return model.pipeline.evaluate(inputs, loss_of) / model.tp.size
-
-
-# ---- 2.4 this rank's part of the model ----
+# ---- 2.3 this rank's part of the model ----
 
 
 class Hybrid(nn.Module):
@@ -445,7 +368,8 @@ class Hybrid(nn.Module):
         table = table_of(stages, tp, zero)
         alternates = plans == make_plans("1f1b", 1, len(plans[0]) // 2)
         assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
-        self.table = {p: table[p] for p in self.parameters()}
+        mine = set(self.parameters())
+        self.table = {p: row for p, row in table.items() if p in mine}  # in one order on all ranks
         self.know_cuts()
         self.forget(table.keys() - self.table.keys())  # so that other stages can be freed
         has_w = any(action.kind == "W" for action in plans[0])
@@ -511,6 +435,19 @@ class Hybrid(nn.Module):
         for zero in self.zeros:
             zero.zero_grad()
 
+    def forward_backward(self, x, y, valid):
+        """-> this rank's part of the loss. Gradients are summed over copies alone: once in a step
+        sum_gradients has to follow."""
+        inputs, loss_of = self.in_microbatches(x, y, valid)
+        return self.pipeline.step(inputs, loss_of) / self.tp.size  # every rank of tp has all of it
+
+    def clip_grad_norm_(self, max_norm):
+        """After sum_gradients: scale the whole gradient to a norm of max_norm at most (0: do not)
+        -> its norm before."""
+        norm = gradient_norm(self)
+        scale_to_norm([part.grad for part in self.parts], norm, max_norm)
+        return norm
+
     def step(self, optimizer, at_once=False):
         step_by_units(self.zeros, optimizer, at_once)
 
@@ -570,6 +507,78 @@ def stages_here(stages, plans, mesh):
     """-> {stage: module} of this rank."""
     return {stage: stages[stage] for stage, place in homes(plans).items()
             if place == mesh.place["pp"]}
+
+
+# ---- 2.4 a step ----
+
+# The way of a gradient, such as that of a norm's weight, with --sp and ZeRO-1:
+#     B of a micro-batch      autograd calls ZeRO's hook, which adds it to its unit's buffer
+#     B of the last one       meanwhile a reduce-scatter over data: part.grad, this rank's part
+#     next action, or end     waits for the sum; the end of pipeline.step sums what is tied
+#     sum_gradients           sums over tp, and over ends what is tied, as its fate says
+#     gradient_norm           of ranks with the same numbers the first one counts them
+#     step                    master.grad; AdamW steps master; an all-gather over data: new weights
+
+
+def train_step(model, optimizer, x, y, valid, clip):
+    """x, y: this copy's rows (B/dp, T), the same on all its ranks; y: the next tokens, or -100.
+    valid: how many targets there are in the whole batch. If each copy knows its own:
+        valid = (y != -100).sum()
+        dist.all_reduce(valid, group=mesh.group["dp"])
+
+    -> this rank's part of the loss, the norm of the whole gradient.
+    """
+    model.zero_grad()
+    loss = model.forward_backward(x, y, valid)
+    sum_gradients(model)
+    norm = model.clip_grad_norm_(clip)
+    model.step(optimizer)
+    return loss, norm
+
+
+def sum_gradients(model):
+    """Of this rank's parts, over the other axes: over copies the pipeline has summed."""
+    of_parts = [(model.table[part.parameter].fate, part.grad) for part in model.parts]
+    for axis in ("tp", "twins", "ends"):  # few models have twins
+        gradients = [gradient for fate, gradient in of_parts if fate.get(axis) == "sum"]
+        if gradients and model.group[axis].size() > 1:
+            # partial -> replicated
+            tensor_parallel.sum_over_ranks(gradients, model.group[axis])
+
+
+def gradient_norm(model):
+    """Of the whole model. Of the ranks that hold the same numbers the first one counts them."""
+    p = next(model.parameters())
+    square = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+    counted = []
+    for part in model.parts:
+        axes = alike(model.table[part.parameter].fate)
+        if all(dist.get_rank(model.group[axis]) == 0 for axis in axes):
+            counted.append(part.grad)
+    if counted:
+        square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
+    dist.all_reduce(square)  # over all ranks: partial -> replicated
+    return square.sqrt()
+
+
+def assert_alike(model, x, y):
+    """Once, after the first train_step, with its x and y: raises if the ranks of a copy have got
+    different rows, or if ranks of tp have different gradients of what is the same on all (with
+    SequenceParallel nothing is). Then the plan lacks an `inside`, or dropout differed."""
+    same = {"x": x.double(), "y": y.double()}
+    for axis in ("pp", "cp"):
+        assert_same(same, model.group[axis])
+    for part in model.parts:
+        row = model.table[part.parameter]
+        if row.fate["tp"] == "same":
+            same[row.name] = part.grad
+    assert_same(same, model.group["tp"])
+
+
+def evaluate(model, x, y):
+    """-> this rank's part of the sum of token losses."""
+    inputs, loss_of = model.in_microbatches(x, y, 1)
+    return model.pipeline.evaluate(inputs, loss_of) / model.tp.size
 
 
 # ---- 2.5 how copies sum, under backward ----
@@ -639,7 +648,7 @@ class SummingPipeline(SplitPipeline):
     F0 F1 B0 B1          ZeRO-0 and 1: B1      ZeRO-2: B0, B1
     F0 F1 B0 W0 B1 W1    B1, W1                W0, W1
 
-    B makes norms' gradients, W those of matrices: a unit with both is summed in W. What is tied is
+    B makes norms' gradients, W those of Linears: a unit with both is summed in W. What is tied is
     summed at the end.
 
     zeros_of: {stage: [ZeRO]}. tied: [ZeRO], or empty
@@ -676,9 +685,8 @@ class SummingPipeline(SplitPipeline):
         made = super().do(action, received, loss_of)
         for zero in zeros:
             if completes and zero.sync:
-                # what this copy's rows have not used; others sum it before the next stage's
-                while zero.pending:
-                    zero.sum_next()
+                # also what this copy's rows have not used: copies begin the same sums, in order
+                zero.begin_reduce()
                 self.ending.append(zero)
         return made
 
@@ -709,7 +717,7 @@ def split_cut_linears(stages):
 
 def vectors_apart(units):
     """ZeRO-2 keeps a unit's gradients from the first to the last. Norms' come in B, long before
-    matrices' in W: so what has one dim is a unit of its own."""
+    Linears' in W: so what has one dim is a unit of its own."""
     vectors = [p for parameters, _ in units for p in parameters if p.dim() == 1]
     apart = [(vectors, [])]  # sites are for ZeRO-3
     for parameters, sites in units:
@@ -732,7 +740,7 @@ def text_of(rows, axes):
     """
     lines = {}  # {line: None}: each once, in order
     for row in rows:
-        name = re.sub(r"\.\d+\.", ".*.", row.name, count=1)
+        name = re.sub(r"(^|\.)\d+\.", r"\1*.", row.name, count=1)
         what = [row.fate.get(axis, "-") for axis in axes]
         firsts = [axis for axis in axes if axis in alike(row.fate)]
         counted = "first of " + ", ".join(firsts) if firsts else "each its own"

@@ -337,8 +337,8 @@ class ZeRO1:
                 self.sum_next()
 
     def sum_next(self):
-        """Ends the sum that is under way, if any, and begins the next one: so two units' buffers
-        have memory at most, if sync stays True and all parameters are used."""
+        """Ends the sum that is under way, if any, and begins the next one: so from stage 2 on two
+        units' buffers have memory at most, if sync stays True and all parameters are used."""
         self.end_sum()
         unit = self.pending.pop(0)
         unit.make_buffer()  # this rank may have used nothing of the unit
@@ -366,11 +366,15 @@ class ZeRO1:
         """To be called after each backward, on all ranks: sums what has not been summed yet, if
         sync is True."""
         if self.sync:
-            while self.pending:
-                self.sum_next()
+            self.begin_reduce()
             self.end_sum()
             self.expect_gradients()
             self.now = "summed"
+
+    def begin_reduce(self):
+        """Begins all sums that are left. The last one travels until reduce()."""
+        while self.pending:
+            self.sum_next()
 
     def assert_summed(self):
         assert self.now != "adding", (
@@ -391,9 +395,7 @@ class ZeRO1:
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
-        if max_norm:
-            finite = norm.nan_to_num(0, posinf=0)  # inf or nan counts as 0: nothing is scaled
-            torch._foreach_mul_(grads, (max_norm / (finite + 1e-6)).clamp(max=1))
+        scale_to_norm(grads, norm, max_norm)
         return norm
 
     def step(self, optimizer, at_once=False):
@@ -422,10 +424,17 @@ class ZeRO1:
         return found
 
 
+def scale_to_norm(grads, norm, max_norm):
+    """grads, whose norm is known, to max_norm at most (0: do not). They need not be Parameters'."""
+    if max_norm and grads:
+        finite = norm.nan_to_num(0, posinf=0)  # inf or nan counts as 0: nothing is scaled
+        torch._foreach_mul_(grads, (max_norm / (finite + 1e-6)).clamp(max=1))
+
+
 def step_by_units(zeros, optimizer, at_once=False):
-    """Calls optimizer.step() for one unit after another. zeros: parameters of hybrid_3d.py's kinds
-    have a ZeRO each. at_once: one call for all units, for an optimizer that counts a group's steps,
-    or reads several parameters.
+    """Calls optimizer.step() for one unit after another. zeros: a list, of one or a Hybrid's.
+    at_once: one call for all units, for an optimizer that counts a group's steps, or reads several
+    parameters.
     """
     for zero in zeros:
         zero.assert_summed()

@@ -618,6 +618,26 @@ def test_ten_files_alone(tmp_path):
     assert str(tmp_path) in said
 
 
+def check_two_ties():
+    """Each keeps its own weight, in whatever order the stages have them."""
+    torch.manual_seed(0)
+    first = nn.ModuleDict({"words": nn.Embedding(8, 4), "more": nn.Embedding(8, 4)})
+    last = nn.ModuleDict({"more_of_head": nn.Linear(4, 8, False), "head": nn.Linear(4, 8, False)})
+    last["more_of_head"].weight = first["more"].weight
+    last["head"].weight = first["words"].weight
+    begun = {name: p.detach().clone() for stage in (first, last)
+             for name, p in stage.named_parameters()}
+    plans = make_plans("1f1b", 2, 2)
+    mesh = hybrid_3d.Mesh(plans)
+    hybrid = hybrid_3d.Hybrid([first, last], plans, mesh, TensorParallel(mesh.group["tp"]),
+                              layers=[], head=last["head"])
+    compare(hybrid.full_state_dict(), begun)
+
+
+def test_two_ties():
+    run_ranks(check_two_ties, 2)
+
+
 def check_asserts():
     with pytest.raises(AssertionError, match="cp 1 x tp 1 are not all 2 ranks"):
         hybrid_3d.Mesh(make_plans("1f1b", 1, 2))
