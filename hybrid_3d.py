@@ -12,7 +12,7 @@
     cut_model(model, tp, {"blocks.*.up": ColumnLinear, "blocks.*.down": RowLinear, ..})
     chain = Chain(first=["words"], layers="blocks", last=["norm", "head"])
     stages = carve(model, chain, [2, 2])  # of two layers each
-    hybrid = Hybrid(stages, plans, mesh, tp, layers=model.blocks, head=model.head, zero=1)
+    hybrid = Hybrid(stages, mesh, tp, layers=model.blocks, head=model.head, zero=1)
     optimizer = AdamW(hybrid.parameter_groups(), lr=1e-3)
     loss, norm = train_step(hybrid, optimizer, x, y, valid, clip=1.0)
     assert_alike(hybrid, x, y)  # once, after the first step
@@ -214,9 +214,9 @@ def run_microbatches(model, x, y, valid):
 
 
 class Mesh:
-    """This rank's place along pp, dp, cp and tp, its group along each axis, the sizes.
+    """This rank's place along pp, dp, cp and tp, its stages, its group along each axis, the sizes.
 
-    plans: of a pipeline's ranks: pp is len(plans), and they say which ranks have the ends. tp
+    plans: of a pipeline's ranks: pp is len(plans), and they say which ranks have which stages. tp
     varies fastest, since its ranks talk most, and pp slowest (Narayanan 2021, section 3). Besides
     these four axes there are the groups
 
@@ -240,6 +240,8 @@ class Mesh:
         self.pipelines = ranks.flatten(1).T.tolist()  # a list of ranks for each pipeline
         by_expert = ranks.view(pp, -1, ep, tp)  # (pp, replicas, ep, tp)
         home = homes(plans)  # {stage: place along pp}
+        self.plans = plans
+        self.stages = [stage for stage in home if home[stage] == self.place["pp"]]  # of this rank
         ends = {home[0], home[max(home)]}  # a single place if one rank has both
         lines = {  # along the last dim
             "pp": ranks.movedim(0, -1),
@@ -336,7 +338,6 @@ class Hybrid(nn.Module):
     stages   all stages of the model, as carve returns them, or slices of an nn.Sequential. Copies
              begin with the first one's trained weights; what is frozen, and buffers, must be alike.
              A tied parameter is one object in both
-    plans    those for which the mesh was made
     tp       a TensorParallel, also of one rank: what cut_model was called with, before carve, if
              there are more. Hybrid makes it forget what is on other stages
     layers   the model's: the parameters of each are a unit
@@ -349,7 +350,7 @@ class Hybrid(nn.Module):
     ring     a kind of context_parallel.py, for cp > 1: the layers have its attend and positions
     """
 
-    def __init__(self, stages, plans, mesh, tp, *, layers, head, loss=None, zero=0,
+    def __init__(self, stages, mesh, tp, *, layers, head, loss=None, zero=0,
                  reduce_dtype=None, ring=None):
         super().__init__()
         self.mesh = mesh
@@ -363,7 +364,8 @@ class Hybrid(nn.Module):
         assert (ring is None) == (mesh.size["cp"] == 1), "ring: where the mesh has cp, there alone"
         known = {module for stage in stages for module in stage.modules()}
         assert known.issuperset(layers), "layers: modules of the stages, each of them a unit"
-        here = stages_here(stages, plans, mesh)
+        plans = mesh.plans
+        here = {stage: stages[stage] for stage in mesh.stages}
         self.stages = nn.ModuleList(here.values())
         table = table_of(stages, tp, zero)
         alternates = plans == make_plans("1f1b", 1, len(plans[0]) // 2)
@@ -501,12 +503,6 @@ class Hybrid(nn.Module):
         axes = [axis for axis, group in self.group.items() if group and group.size() > 1
                 and any(axis in row.fate for row in rows)]
         return text_of(rows, axes)
-
-
-def stages_here(stages, plans, mesh):
-    """-> {stage: module} of this rank."""
-    return {stage: stages[stage] for stage, place in homes(plans).items()
-            if place == mesh.place["pp"]}
 
 
 # ---- 2.4 a step ----
@@ -753,7 +749,7 @@ def text_of(rows, axes):
 # ---- 3. the toy GPT, parallelized --------------------------------------------
 
 
-def parallelize(model, mesh, plans, layers, *, sp=False, ring=None, recompute=None, autocast=None,
+def parallelize(model, mesh, layers, *, sp=False, ring=None, recompute=None, autocast=None,
                 zero=0):
     """The plain GPT, with the same weights on all ranks -> Hybrid: this rank's part of it.
 
@@ -770,7 +766,7 @@ def parallelize(model, mesh, plans, layers, *, sp=False, ring=None, recompute=No
     if ring:
         context_parallel.parallelize(model, ring)
     if has_experts(model):
-        microbatches = 1 + max(action.microbatch for action in plans[0])
+        microbatches = 1 + max(action.microbatch for action in mesh.plans[0])
         moe.parallelize(model, mesh.group["ep"], mesh.group["peers"], microbatches)
     # 2. Around a layer: what it computes again in backward.
     if recompute:
@@ -782,7 +778,7 @@ def parallelize(model, mesh, plans, layers, *, sp=False, ring=None, recompute=No
         for stage in stages:
             stage.forward = autocast(stage.forward)
     # 4. Copies of it all (dp, cp), which sum gradients.
-    return Hybrid(stages, plans, mesh, tp, layers=model.blocks, head=model.head, zero=zero,
+    return Hybrid(stages, mesh, tp, layers=model.blocks, head=model.head, zero=zero,
                   ring=ring)
 
 
@@ -841,7 +837,7 @@ def whole(t):
 class AtWork(nn.Module):
     """This rank's stages of the toy GPT, and torch's schedule, which runs them."""
 
-    def __init__(self, model, mesh, plans, layers, boundary, args):
+    def __init__(self, model, mesh, layers, boundary, args):
         """model: the plain GPT. boundary: (size, dtype, device) of what stages hand on."""
         super().__init__()
         self.mesh = mesh
@@ -855,7 +851,8 @@ class AtWork(nn.Module):
             tensor_parallel.parallelize_at_work(model, self.device_mesh["tp"], args.sp)
         logits = size[0], args.seq, len(local(model.head.weight))  # before fully_shard cuts it, too
         is_tied = model.head.weight is model.tok.weight and args.pp > 1
-        here = stages_here(carve(model, CHAIN, layers), plans, mesh)
+        stages = carve(model, CHAIN, layers)
+        here = {stage: stages[stage] for stage in mesh.stages}
         self.stages = nn.ModuleList(here.values())
         self.tied = None  # the embedding or head, if it is tied to another rank's
         for number, stage in here.items():
@@ -870,7 +867,7 @@ class AtWork(nn.Module):
             if is_tied and (number == 0 or is_last):
                 self.tied = stage.tok.weight if number == 0 else stage.head.weight
         self.schedule = pipeline_parallel.schedule_at_work(
-            args.schedule, here, plans, boundary, logits, self.loss_of, mesh.group["pp"])
+            args.schedule, here, mesh.plans, boundary, logits, self.loss_of, mesh.group["pp"])
 
     def loss_of(self, logits, targets):
         """What torch's schedule calls on the last stage."""
@@ -1081,17 +1078,17 @@ def sources(args, device):
     return found
 
 
-def set_up(run, impl, mesh, grid, plans, layers):
+def set_up(run, impl, mesh, grid, layers):
     """-> a Side: what the run steps, judges and saves, see harness/run.py."""
     plain = run.build()
     if impl == "idea":
         return set_up_idea(run, plain, grid, layers)
     if impl == "torch":
-        return set_up_at_work(run, plain, mesh, plans, layers)
-    return set_up_ours(run, plain, mesh, plans, layers)
+        return set_up_at_work(run, plain, mesh, layers)
+    return set_up_ours(run, plain, mesh, layers)
 
 
-def set_up_ours(run, plain, mesh, plans, layers):
+def set_up_ours(run, plain, mesh, layers):
     from amp_accum_ckpt import CHECKPOINT
     from harness.whole import wholes_of_units_of_cuts
 
@@ -1099,7 +1096,7 @@ def set_up_ours(run, plain, mesh, plans, layers):
     autocast = torch.autocast(run.device.type, torch.bfloat16) if args.amp == "bf16" else None
     ring = context_parallel.KINDS[args.attn](mesh.group["cp"]) if args.cp > 1 else None
     model = parallelize(
-        plain, mesh, plans, layers, sp=args.sp, ring=ring, autocast=autocast, zero=args.zero,
+        plain, mesh, layers, sp=args.sp, ring=ring, autocast=autocast, zero=args.zero,
         recompute=CHECKPOINT[args.ckpt])
     names = {p: row.name for p, row in model.table.items()}
     named = [(name, p) for p, name in names.items()]
@@ -1119,11 +1116,11 @@ def set_up_ours(run, plain, mesh, plans, layers):
         extra=partial(notes, model) if args.experts else dict)
 
 
-def set_up_at_work(run, plain, mesh, plans, layers):
+def set_up_at_work(run, plain, mesh, layers):
     args = run.args
     size = args.batch // args.dp // args.micro, args.seq // (args.tp if args.sp else 1), args.width
     boundary = size, run.dtype, run.device
-    model = AtWork(plain, mesh, plans, layers, boundary, args)
+    model = AtWork(plain, mesh, layers, boundary, args)
     return run.side(model, adamw(model.parameters(), args.lr), train_step_at_work,
                     evaluate=model.evaluate, full_state_dict=model.full_state_dict,
                     full_gradients=model.full_gradients)
@@ -1194,7 +1191,7 @@ def main():
         moe.read_counts = moe.balanced_counts
     pipeline_parallel.refuse_shared_gpus(run, args.pp)
     with run:
-        sides = {impl: set_up(run, impl, mesh, grid, plans, layers) for impl in run.impls}
+        sides = {impl: set_up(run, impl, mesh, grid, layers) for impl in run.impls}
         picture(run, plans, layers)
         run.train(sides, rows=share(args.batch, args.dp, mesh.place["dp"]))
         model = sides[run.impls[0]].model

@@ -315,7 +315,7 @@ def change(weight):
 
 def fill(here, state, tp):
     """A rank gets its stages alone."""
-    for stage in here.values():
+    for stage in here:
         load_full_state_dict(stage, tp, state)
         assert not any(type(t) is nn.Parameter for t in stage.buffers())
 
@@ -340,9 +340,9 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
     stages = carve(model, CHAIN, layers or split_layers(4, len(homes(plans))))
     if device == "meta":
         state = Stacked(make(**kind).state_dict(), mesh)
-        fill(hybrid_3d.stages_here(stages, plans, mesh), state, tp)
+        fill([stages[stage] for stage in mesh.stages], state, tp)
     hybrid = hybrid_3d.Hybrid(
-        stages, plans, mesh, tp, layers=model.layers, head=model.lm_head, zero=zero)
+        stages, mesh, tp, layers=model.layers, head=model.lm_head, zero=zero)
     groups = [{"params": [p for p in hybrid.parameters() if (p.dim() == 2) == matrices]}
               for matrices in (True, False)]  # as for other decays
     optimizer = Several([adamw(hybrid.parameter_groups([group]), 1e-2) for group in groups])
@@ -444,7 +444,7 @@ def bf16_hybrid(level):
     plans = make_plans("1f1b", 1, 4)
     mesh = hybrid_3d.Mesh(plans, dp=2)
     return hybrid_3d.Hybrid(
-        carve(model, CHAIN, [2]), plans, mesh, TensorParallel(mesh.group["tp"]),
+        carve(model, CHAIN, [2]), mesh, TensorParallel(mesh.group["tp"]),
         layers=model.layers, head=model.lm_head, loss=twice, zero=level,
         reduce_dtype=torch.float32)
 
@@ -470,7 +470,7 @@ def check_two_models():
     hybrids = []
     for _ in range(2):
         model = cut_model(make(), tp, LLAMA)
-        hybrids.append(hybrid_3d.Hybrid(carve(model, CHAIN, [2, 2]), plans, mesh, tp,
+        hybrids.append(hybrid_3d.Hybrid(carve(model, CHAIN, [2, 2]), mesh, tp,
                                         layers=model.layers, head=model.lm_head))
     for hybrid in hybrids:
         compare(hybrid.full_state_dict(), make().state_dict())
@@ -497,7 +497,7 @@ def check_sent_first(zero):
     plans = make_plans("1f1b", 1, 2)
     mesh = hybrid_3d.Mesh(plans, dp=2)
     model = make()
-    hybrid = hybrid_3d.Hybrid([model], plans, mesh, TensorParallel(mesh.group["tp"]),
+    hybrid = hybrid_3d.Hybrid([model], mesh, TensorParallel(mesh.group["tp"]),
                               layers=model.layers, head=model.lm_head, zero=zero)
     events = []
     mail = hybrid.pipeline.mail
@@ -529,7 +529,7 @@ def check_alike():
         mesh = hybrid_3d.Mesh(plans, dp=2, tp=2)
         tp = TensorParallel(mesh.group["tp"])
         model = cut_model(make(), tp, plan)
-        hybrid = hybrid_3d.Hybrid(carve(model, CHAIN, [4]), plans, mesh, tp, layers=model.layers,
+        hybrid = hybrid_3d.Hybrid(carve(model, CHAIN, [4]), mesh, tp, layers=model.layers,
                                   head=model.lm_head, zero=zero)
         optimizer = adamw(hybrid.parameter_groups(), 1e-2)
         seed = mesh.place["dp"] if rows == "same" else dist.get_rank()
@@ -629,7 +629,7 @@ def check_two_ties():
              for name, p in stage.named_parameters()}
     plans = make_plans("1f1b", 2, 2)
     mesh = hybrid_3d.Mesh(plans)
-    hybrid = hybrid_3d.Hybrid([first, last], plans, mesh, TensorParallel(mesh.group["tp"]),
+    hybrid = hybrid_3d.Hybrid([first, last], mesh, TensorParallel(mesh.group["tp"]),
                               layers=[], head=last["head"])
     compare(hybrid.full_state_dict(), begun)
 
@@ -656,7 +656,7 @@ def check_asserts():
         (hybrid_3d.Mesh(plans, cp=2), alone, model.layers, "ring: where the mesh has cp"),
     ]:
         with pytest.raises(AssertionError, match=words):
-            hybrid_3d.Hybrid([model], plans, mesh, tp, layers=layers, head=model.lm_head)
+            hybrid_3d.Hybrid([model], mesh, tp, layers=layers, head=model.lm_head)
     with pytest.raises(AssertionError, match="two stages have a weight"):
         hybrid_3d.table_of([nn.Linear(2, 2), nn.Linear(2, 2)], alone, zero=0)
     with pytest.raises(AssertionError, match="give MoE everyone="):
