@@ -255,6 +255,7 @@ def seen(mine, theirs, tokens):
     Pairs of early_and_late are nested. Of mine 0,7 and theirs 3,4: 0 is before both, blind, and
     both are visible to 7. Of mine 2,5 and theirs 1,6: none is blind, and 1 is visible to both.
     """
+    assert tokens % len(mine) == 0, f"{tokens} tokens on a rank are not {len(mine)} equal chunks"
     size = tokens // len(mine)  # of a chunk
     blind = [chunk for chunk in mine if chunk < theirs[0]]
     visible = [chunk for chunk in theirs if chunk <= mine[-1]]
@@ -269,8 +270,8 @@ class Blockwise(ContextParallel):
     """What AllGather and Ring share. They add how keys and values come, and gradients go:
 
     bring(own_kv) yields (a rank, its K and V) for one rank after the other
-    backward(add_gradients, own_kv, dtype) -> own_dkv, of all ranks' queries.
-        add_gradients(dkv, a rank, its K and V) adds to dkv, in dtype, what this rank's queries give
+    backward(add_gradients, own_kv, dtype) -> own_dkv, in dtype, of all ranks' queries
+        add_gradients(dkv, a rank, its K and V) adds what this rank's queries give, to their dq, too
     """
 
     def attend(self, q, k, v, documents=None):

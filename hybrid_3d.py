@@ -53,8 +53,7 @@ from pipeline_parallel import (
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, Cut, RowLinear, SequenceParallel, TensorParallel, assert_same,
     vocab_parallel_cross_entropy)
-from zero import (
-    ZeRO1, ZeRO2, ZeRO3, groups_of_masters, scale_to_norm, step_by_units, units_of)
+from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, scale_to_norm, step_by_units, units_of
 from zero import load_full_state_dict as load_parts
 
 # part 1 alone
@@ -371,7 +370,7 @@ class Hybrid(nn.Module):
         alternates = plans == make_plans("1f1b", 1, len(plans[0]) // 2)
         assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
         mine = set(self.parameters())
-        self.table = {p: row for p, row in table.items() if p in mine}  # in one order on all ranks
+        self.table = {p: row for p, row in table.items() if p in mine}  # ties in one order
         self.know_cuts()
         self.forget(table.keys() - self.table.keys())  # so that other stages can be freed
         has_w = any(action.kind == "W" for action in plans[0])
@@ -439,7 +438,7 @@ class Hybrid(nn.Module):
 
     def forward_backward(self, x, y, valid):
         """-> this rank's part of the loss. Gradients are summed over copies alone: once in a step
-        sum_gradients has to follow."""
+        sum_gradients has to follow, else norms and what is tied have summands."""
         inputs, loss_of = self.in_microbatches(x, y, valid)
         return self.pipeline.step(inputs, loss_of) / self.tp.size  # every rank of tp has all of it
 
@@ -778,8 +777,7 @@ def parallelize(model, mesh, layers, *, sp=False, ring=None, recompute=None, aut
         for stage in stages:
             stage.forward = autocast(stage.forward)
     # 4. Copies of it all (dp, cp), which sum gradients.
-    return Hybrid(stages, mesh, tp, layers=model.blocks, head=model.head, zero=zero,
-                  ring=ring)
+    return Hybrid(stages, mesh, tp, layers=model.blocks, head=model.head, zero=zero, ring=ring)
 
 
 def plan_of(model):

@@ -372,7 +372,7 @@ class ZeRO1:
             self.now = "summed"
 
     def begin_reduce(self):
-        """Begins all sums that are left. The last one travels until reduce()."""
+        """If sync is True: begins all sums that are left. The last one travels until reduce()."""
         while self.pending:
             self.sum_next()
 
@@ -425,7 +425,7 @@ class ZeRO1:
 
 
 def scale_to_norm(grads, norm, max_norm):
-    """grads, whose norm is known, to max_norm at most (0: do not). They need not be Parameters'."""
+    """grads, whose norm is known, to max_norm at most (0: do not). torch's wants Parameters."""
     if max_norm and grads:
         finite = norm.nan_to_num(0, posinf=0)  # inf or nan counts as 0: nothing is scaled
         torch._foreach_mul_(grads, (max_norm / (finite + 1e-6)).clamp(max=1))
