@@ -422,7 +422,7 @@ class FusedLossScaler(LossScaler):
 
     def step(self, optimizer, norm):
         assert optimizer.defaults.get("fused"), "take fused=True: other optimizers skip no step"
-        # torch's fused SGD makes it of memory that is not set, when it skips its first step
+        # of memory that is not set, where torch's fused SGD skips its first step
         moves = any(group.get("momentum") for group in optimizer.param_groups)
         assert not moves, "no momentum: take AdamW"
         overflow = norm.isfinite().logical_not()

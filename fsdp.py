@@ -415,7 +415,7 @@ class FSDP(nn.Module):
             self.in_backward = True
             # autograd calls end_backward when all of this backward is over
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-        self.gather_root()  # another backward since forward has freed it
+        self.gather_root()  # another backward since forward may have freed it
 
     def backward_reaches(self, i, gradient):
         """Backward has come to the output of block i, and is through with block i + 1."""

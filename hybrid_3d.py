@@ -336,9 +336,9 @@ class Hybrid(nn.Module):
 
     stages   all stages of the model, as carve returns them, or slices of an nn.Sequential. Copies
              begin with the first one's trained weights; what is frozen, and buffers, must be alike.
-             A tied parameter is one object in both
+             A tied parameter is one object in both stages
     tp       a TensorParallel, also of one rank: what cut_model was called with, before carve, if
-             there are more. Hybrid makes it forget what is on other stages
+             there are several. Hybrid makes it forget what is on other stages
     layers   the model's: the parameters of each are a unit
     head     what makes the logits: an nn.Linear, or what cut_model has put in its place
     loss     (logits, targets) -> the sum over a micro-batch's tokens. Logits are cut by words if

@@ -568,7 +568,7 @@ def load_full_state_dict(model, ep, state):
             mine[name] = torch.zeros_like(t)
         else:
             mine[name] = state[first_name[t]]
-    unknown = state.keys() - known if isinstance(state, dict) else None
+    unknown = set(state) - known if isinstance(state, dict) else None
     assert not unknown, f"{unknown} are not in this model"
     model.load_state_dict(mine)
 

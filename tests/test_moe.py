@@ -19,7 +19,7 @@ from conftest import (
     run_ranks, run_script, textbook, with_transformers)
 from ddp import BucketedDDP
 from fsdp import FSDP
-from others import compare, gradients_of, into
+from others import Files, compare, gradients_of, into
 
 LLAMA = "--model", "llama-toy"
 MIXTRAL = "--model", "mixtral-toy", "--kv-heads", "2", "--hidden", "40"
@@ -514,19 +514,6 @@ def assert_refused(layer):
     moe.load_full_state_dict(model, layer.ep, Files(whole))
     with pytest.raises(AssertionError, match="experts.shared.weight.* are not in this model"):
         moe.load_full_state_dict(model, layer.ep, {**whole, "experts.shared.weight": 0})
-
-
-class Files:
-    """Reads a tensor when it is asked for one."""
-
-    def __init__(self, state):
-        self.state = state
-
-    def __getitem__(self, name):
-        return self.state[name]
-
-    def __contains__(self, name):
-        return name in self.state
 
 
 def check_gamma_becomes_0():

@@ -15,7 +15,7 @@ from conftest import (
     PROOF, alone, check_differs, check_dry_runs, check_each, check_equal, check_refused, copied,
     dry_run_agrees, idea, run_ranks, textbook)
 from others import (
-    WIDTH, Llama, OfTensors, as_in_files, compare, gradients_of, llama_loss, loss_sum,
+    Files, WIDTH, Llama, OfTensors, as_in_files, compare, gradients_of, llama_loss, loss_sum,
     micro_batches, trained, whole_batch)
 
 LLAMA = ["--model", "llama-toy"]
@@ -74,15 +74,6 @@ def check_copy(kind, tied, frozen, kv_heads=2):
     assert all(t.is_contiguous() for t in whole.values())
     for name, p in model.named_parameters():
         assert (whole[name].data_ptr() == p.data_ptr()) == (p not in tp.cuts), name
-
-
-class Files(dict):
-    """Whole tensors are read one by one."""
-
-    def __getitem__(self, name):
-        return super().__getitem__(name).clone()
-
-    items = keys = values = None
 
 
 def check_meta(kind, tied):
