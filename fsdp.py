@@ -9,7 +9,7 @@ backward. Not drawn is the root, what no block has (here embeddings, last norm a
 from the beginning of forward to the end of backward.
 
     model = FSDP(model, model.blocks)  # gradients are summed over ranks, not averaged
-    optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)  # parameters() would raise
+    optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)  # not parameters()
     (loss_sum(model(x), y) / valid_targets_of_all_ranks).backward()  # x, y: this rank's rows
     norm = model.clip_grad_norm_(1.0)  # nn.utils.clip_grad_norm_ would see this rank's part alone
     optimizer.step()
@@ -24,8 +24,8 @@ P numbers are trained on N ranks in fp32, P_again of them in blocks other than t
       at the end of backward                -             root's gradients, twice
     activations                             whole batch   1/N
     sent per backward                       -             4 (2 P + P_again) (N-1)/N
-      with --no-reshard                     -             8 P (N-1)/N, all blocks stay gathered
     gathers and sums, L blocks and the root -             2L all-gathers, L+1 reduce-scatters
+      sent with --no-reshard                -             8 P (N-1)/N, all blocks stay gathered
 With dtype=torch.bfloat16, or a bf16 model, what is gathered has 2 bytes a number; shards, sums of
 gradients and states keep 4. Autocast would keep bf16 copies of all weights until backward.
 ZeRO-3 in zero.py cuts alike, as the last step of a ladder, for any units; FSDP is for blocks,
@@ -147,7 +147,11 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #     from_meta()                       no rank has to make the whole model
 
 
-eager = torch.compiler.disable  # hooks move parameters' memory: torch.compile would die of it
+# This rank's part of a parameter p: p.flatten()[first:first + len(value)].
+# value    these numbers, in its unit's shard
+# here     where they are in shard, and their gradients in sum
+# master   the nn.Parameter that the optimizer steps: it shares value's memory
+Part = namedtuple("Part", "parameter first value here master")
 
 
 class Unit:
@@ -281,11 +285,7 @@ class Unit:
                 part.master.grad += new
 
 
-# This rank's part of a parameter p: p.flatten()[first:first + len(value)].
-# value    these numbers, in its unit's shard
-# here     where they are in shard, and their gradients in sum
-# master   the nn.Parameter that the optimizer steps: it shares value's memory
-Part = namedtuple("Part", "parameter first value here master")
+eager = torch.compiler.disable  # hooks move parameters' memory: torch.compile would die of it
 
 
 class FSDP(nn.Module):
@@ -308,33 +308,25 @@ class FSDP(nn.Module):
     def __init__(self, module, blocks, group=None, reshard=True, dtype=None, home=None,
                  fill=Unit.begin_alike):
         super().__init__()
-        assert not any(hasattr(m, "is_of_experts") for m in module.modules()), (
-            "ranks have different experts: take hybrid_3d.py")
+        sharded = [block for block in blocks if trained(block)]  # the others stay whole
+        guard(module, sharded)
         self.module = module
         self.group = group
         self.reshard = reshard
-        known = any(hasattr(p, "is_sharded") for p in module.parameters())
-        assert not known, "these parameters are in an FSDP already: make the model anew"
         module.zero_grad()  # what is left from before is of no step here
-        module.register_state_dict_pre_hook(refuse_state_dict)
         frozen = [p for p in module.parameters() if not p.requires_grad]
         self.uncut = [*module.buffers(), *frozen]  # what every rank has
         self.begin_uncut(frozen, dtype)
 
         def new_unit(parameters):
-            for p in parameters:
-                assert not hasattr(p, "is_sharded"), "blocks share parameters"
-                p.is_sharded = True  # for refuse_step
             unit = self.unit_class(parameters, group, dtype, home)
             fill(unit)
             unit.free()  # from here on the whole is in no rank's memory
             return unit
 
-        sharded = [block for block in blocks if trained(block)]  # the others stay whole
         self.block_units = [new_unit(trained(block)) for block in sharded]
-        rest = [p for p in trained(module) if not hasattr(p, "is_sharded")]
-        for p in rest:  # for outputs in which watch() finds no tensor, such as a dataclass
-            p.register_post_accumulate_grad_hook(self.begin_backward)
+        in_blocks = {p for unit in self.block_units for p in unit.shapes}
+        rest = [p for p in trained(module) if p not in in_blocks]
         self.root_units = [new_unit(rest)] if rest else []  # none if all of it is frozen
         self.units = self.block_units + self.root_units
         assert self.units, "all parameters are frozen: nothing to shard"
@@ -343,14 +335,16 @@ class FSDP(nn.Module):
         self.summing = None  # the unit whose sum is under way
         self.summed = set()  # units whose sums this backward has begun
         self.in_backward = False
-        self.add_hooks(sharded)
+        self.add_hooks(sharded, rest)
 
-    def add_hooks(self, sharded):
+    def add_hooks(self, sharded, rest):
         self.module.register_forward_pre_hook(self.begin)
         self.module.register_forward_hook(self.end)
         for i, block in enumerate(sharded):
             block.register_forward_pre_hook(partial(self.enter, i))
             block.register_forward_hook(partial(self.leave, i))
+        for p in rest:  # for outputs in which watch() finds no tensor, such as a dataclass
+            p.register_post_accumulate_grad_hook(self.begin_backward)
 
     def begin_uncut(self, frozen, dtype):
         for p in frozen:
@@ -511,21 +505,6 @@ class FSDP(nn.Module):
     __deepcopy__ = refuse
 
 
-def refuse_step(optimizer, *_):
-    """torch calls it before every step of every optimizer, once this file is imported."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    of_model = any(hasattr(p, "is_sharded") for p in params)  # they have no gradients
-    assert not of_model, "FSDP: make the optimizer afterwards, of model.parameter_groups()"
-
-
-register_optimizer_step_pre_hook(refuse_step)
-
-
-def refuse_state_dict(module, prefix, keep_vars):
-    # with keep_vars=True the Parameters serve as keys of full_state_dict
-    assert keep_vars, "FSDP: parameters are empty: save full_state_dict()"
-
-
 def trained(module):
     return [p for p in module.parameters() if p.requires_grad]
 
@@ -614,6 +593,36 @@ def from_meta(module, device, init):
             part.value.copy_(whole.flatten()[part.first:part.first + len(part.value)])
 
     return fill
+
+
+# -- mistakes that nobody would see
+
+
+def guard(module, blocks):
+    assert not any(hasattr(m, "is_of_experts") for m in module.modules()), (
+        "ranks have different experts: take hybrid_3d.py")
+    known = any(hasattr(p, "is_sharded") for p in module.parameters())
+    assert not known, "these parameters are in an FSDP already: make the model anew"
+    of_blocks = [p for block in blocks for p in trained(block)]
+    assert len(of_blocks) == len(set(of_blocks)), "blocks share parameters"
+    for p in trained(module):
+        p.is_sharded = True  # for refuse_step
+    module.register_state_dict_pre_hook(refuse_state_dict)
+
+
+def refuse_step(optimizer, *_):
+    """torch calls it before every step of every optimizer, once this file is imported."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    of_model = any(hasattr(p, "is_sharded") for p in params)  # they have no gradients
+    assert not of_model, "FSDP: make the optimizer afterwards, of model.parameter_groups()"
+
+
+register_optimizer_step_pre_hook(refuse_step)
+
+
+def refuse_state_dict(module, prefix, keep_vars):
+    # with keep_vars=True the Parameters serve as keys of full_state_dict
+    assert keep_vars, "FSDP: parameters are empty: save full_state_dict()"
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
