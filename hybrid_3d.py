@@ -49,7 +49,7 @@ import torch.nn as nn
 import tensor_parallel
 from common import loss_sum
 from pipeline_parallel import (
-    Mail, SplitPipeline, gather, homes, make_links, make_plans, split, split_linear)
+    Mail, SplitPipeline, gather, homes, make_plans, split, split_linear)
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, Cut, RowLinear, SequenceParallel, TensorParallel, assert_same,
     vocab_parallel_cross_entropy)
@@ -385,9 +385,8 @@ class Hybrid(nn.Module):
         self.units = [unit for each in self.zeros for unit in each.units]
         self.parts = [part for each in self.zeros for part in each.parts]
         p = next(self.parameters())
-        links = make_links(plans, mesh.pipelines)
         no_size = ()  # each batch sets mail.size, see in_microbatches
-        mail = Mail(plans, no_size, p.dtype, p.device, mesh.group["pp"], links)
+        mail = Mail(plans, no_size, p.dtype, p.device, mesh.pipelines)
         self.pipeline = SummingPipeline(here, plans, mail, zeros_of, tied)
 
     def know_cuts(self):
@@ -1154,7 +1153,7 @@ def textbook(run, model):
     groups = [("norm", dist.group.WORLD)]
     if isinstance(model, Hybrid):
         groups += model.group.items()
-        groups += [("pp", link) for link in model.pipeline.mail.links.values()]  # with NCCL
+        groups += [("pp", link) for link in {*model.pipeline.mail.links.values()}]
     else:
         groups += model.grid.items()
     by_group = run.sides[run.impls[0]].ledger.groups

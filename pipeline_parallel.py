@@ -254,22 +254,16 @@ class Mail:
 
     size, dtype, device: of every tensor, under autocast that of residuals. mail.size may be another
         in the next step or evaluation
-    group: the pipeline's ranks, in order of their places; None: all ranks
-    links: what make_links returns; None: there is one pipeline, and Mail calls it
+    pipelines: for each its ranks, in order of their places; None: there is one, of all ranks
     """
 
-    def __init__(self, plans, size, dtype, device, group=None, links=None):
+    def __init__(self, plans, size, dtype, device, pipelines=None):
         self.size = torch.Size(size)
         self.dtype = dtype
         self.device = device
-        self.group = group
-        self.ranks = dist.get_process_group_ranks(group)
-        self.place = dist.get_rank(group)  # this rank's
-        if links is None:
-            is_one = len(self.ranks) == dist.get_world_size()
-            assert is_one, "of several pipelines: give Mail the links that make_links returns"
-            links = make_links(plans, [self.ranks])
-        self.links = links
+        pipelines, self.ranks = find_pipeline(plans, pipelines)
+        self.place = self.ranks.index(dist.get_rank())  # this rank's
+        self.links = make_links(plans, pipelines)
         self.home = homes(plans)
         self.last = max(self.home)  # the last stage
         # {action: its number in its rank's plan}
@@ -343,23 +337,31 @@ class Mail:
 
     def begin(self, operation, tensor, sender, receiver):
         peer = receiver if operation is dist.isend else sender
-        group = self.links.get((sender, receiver), self.group)
+        group = self.links[sender, receiver]
         # as a batch of one: for a bare isend NCCL would make a communicator beside the group's
         return dist.batch_isend_irecv([dist.P2POp(operation, tensor, self.ranks[peer], group)])[0]
+
+
+def find_pipeline(plans, pipelines):
+    """-> the ranks of each pipeline, and of this rank's. pipelines: see Mail"""
+    pipelines = pipelines or [list(range(dist.get_world_size()))]
+    [here] = [ranks for ranks in pipelines if dist.get_rank() in ranks]
+    assert len(here) == len(plans), f"plans of {len(plans)} ranks for a pipeline of {len(here)}"
+    return pipelines, here
 
 
 def make_links(plans, pipelines):
     """-> {(sender, receiver): group} of this rank's links; both are places in its pipeline.
 
-    pipelines: for each its ranks. Every rank calls it. NCCL does a group's transfers in order, and
-    a receive that waits would hold up the sends behind it: so each direction between two ranks has
-    a group there. gloo needs none.
+    Every rank calls it. NCCL does a group's transfers in order, and a receive that waits would hold
+    up the sends behind it: so each direction between two ranks has a group there.
     """
-    if dist.get_backend() in ("gloo", "fake"):  # fake: a dry run's
-        return {}
     places = list(homes(plans).values())
     # of outputs, and of gradients
     pairs = {*itertools.pairwise(places), *itertools.pairwise(reversed(places))}
+    if dist.get_backend() in ("gloo", "fake"):  # fake: a dry run's
+        group, _ = dist.new_subgroups_by_enumeration(pipelines)
+        return dict.fromkeys(pairs, group)
     links = {}
     for ranks in pipelines:
         for sender, receiver in sorted(pairs):
@@ -383,16 +385,15 @@ class Stages(nn.ModuleList):
     A parameter that several ranks have begins as on the first of them, and its gradients are summed
     in each step: a tied embedding's, or all if pipelines share the batch, as dp = 2 x pp = 2:
         pipelines = [[0, 2], [1, 3]]  # loss_of divides by the tokens of both
-        group, _ = dist.new_subgroups_by_enumeration(pipelines)
-        mail = Mail(plans, size, dtype, device, group, make_links(plans, pipelines))
+        mail = Mail(plans, size, dtype, device, pipelines)
         stages = Stages(whole, plans, pipelines)
     """
 
     def __init__(self, whole, plans, pipelines=None):
-        pipelines = pipelines or [range(dist.get_world_size())]
+        pipelines, pipeline = find_pipeline(plans, pipelines)
         rank = dist.get_rank()
         home = homes(plans)
-        [pipeline] = [ranks for ranks in pipelines if rank in ranks]  # this rank's
+        assert len(whole) == len(home), f"{len(whole)} stages for plans of {len(home)}"
         here = {stage: whole[stage] for stage in home if pipeline[home[stage]] == rank}
         super().__init__(here.values())
         self.here = here  # {stage: module}
@@ -557,7 +558,8 @@ def full_state_dict(stages, group=None):
 
 
 def full_gradients(stages, names, group=None):
-    """-> {name: gradient} of all that is trained, on every rank. names: {parameter: its name}"""
+    """-> {name: gradient} of all that is trained, on every rank. names: {parameter: its name}, of
+    these stages alone: it would keep the memory of others'."""
     mine = {}
     for p in stages.parameters():
         if p.requires_grad:
@@ -1050,10 +1052,11 @@ def set_up(run, impl, plans, layers):
     args = run.args
     boundary = (args.batch // args.micro, run.cfg.seq, run.cfg.width), run.dtype, run.device
     plain = run.build()
-    names = {p: name for name, p in plain.named_parameters()}
+    name_of = {p: name for name, p in plain.named_parameters()}
     kind = Pipeline if impl == "torch" else SplitPipeline  # torch splits its Bs by itself
     stages, pipeline = parallelize(plain, plans, layers, *boundary, kind)
-    named = [(names[p], p) for p in stages.parameters()]
+    names = {p: name_of[p] for p in stages.parameters()}  # so that other stages can be freed
+    named = [(name, p) for p, name in names.items()]
     optimizer = run.optimizer(named)
     if args.schedule == "pipedream":
         pipeline = PipeDream(stages, plans, pipeline.mail, optimizer, args.clip or math.inf)

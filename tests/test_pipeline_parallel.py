@@ -115,11 +115,11 @@ def deliver(plans, monkeypatch):
         return SimpleNamespace(wait=lambda: met.wait(20) or pytest.fail("deadlock"))
 
     monkeypatch.setattr(Mail, "begin", begin)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: range(len(plans)))
+    monkeypatch.setattr(pipeline_parallel, "make_links", lambda *_: None)
     mails = []
     for rank in range(len(plans)):
-        monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
-        mails.append(Mail(plans, (1,), torch.float32, "cpu", links={}))
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        mails.append(Mail(plans, (1,), torch.float32, "cpu", [range(len(plans))]))
     with ThreadPoolExecutor(len(plans)) as pool:
         list(pool.map(play, mails, plans))
 
@@ -263,11 +263,9 @@ def piped(module, name, dp):
     pipelines = [list(range(copy, p * dp, dp)) for copy in range(dp)]
     others_to_meta(whole, module.homes(plans), place=dist.get_rank() // dp)
     stages = module.Stages(whole, plans, pipelines if dp > 1 else None)
-    group, _ = dist.new_subgroups_by_enumeration(pipelines)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda: "nccl")  # then each link has a group of its own
-        links = module.make_links(plans, pipelines)
-        mail = module.Mail(plans, (2, 5, 8), torch.float64, "cpu", group, links)
+        mail = module.Mail(plans, (2, 5, 8), torch.float64, "cpu", pipelines)
     return stages, mail, layers, plans
 
 
@@ -456,8 +454,10 @@ def check_strides():
     with pytest.raises(AssertionError, match="two stages have a weight"):
         Stages([both, nn.Linear(3, 3)], plans)
     alone = make_plans("1f1b", 1, 1)
-    with pytest.raises(AssertionError, match="several pipelines"):  # with NCCL it would hang
-        Mail(alone, (1,), torch.float64, "cpu", dist.new_subgroups(1)[0])
+    with pytest.raises(AssertionError, match="plans of 1 ranks for a pipeline of 2"):
+        Mail(alone, (1,), torch.float64, "cpu")  # without pipelines
+    with pytest.raises(AssertionError, match="1 stages for plans of 2"):
+        Stages([both], plans)
     both.tp = None  # as a cut one has it
     with pytest.raises(AssertionError, match="take hybrid_3d.py"):
         Stages([both], alone, [[0], [1]])
@@ -465,6 +465,21 @@ def check_strides():
 
 def test_strides():
     run_ranks(check_strides, 2)
+
+
+def own_names_alone(module):
+    """A plant: the names that a run keeps would keep other stages' memory."""
+    honest = module.full_gradients
+
+    def full_gradients(stages, names):
+        assert set(names) == set(stages.parameters())
+        return honest(stages, names)
+
+    module.full_gradients = full_gradients
+
+
+def test_other_stages_can_be_freed():
+    run_script("pipeline_parallel", 2, *SMALL, plant=own_names_alone)
 
 
 def no_split(module):
