@@ -10,8 +10,9 @@
 
     for block in model.blocks:
         block.forward = partial(full, block.forward)  # or selective
+    optimizer.zero_grad()
     for inputs, targets in zip(x.chunk(2), y.chunk(2)):  # micro-batches
-        with torch.autocast("cuda", torch.bfloat16):  # float16 wants a scaler besides: idea_step
+        with torch.autocast("cuda", torch.bfloat16):  # float16 wants a scaler besides: train_step
             loss = loss_sum(model(inputs), targets) / valid  # targets of all ranks' batches
         loss.backward()
     sum_gradients(model.parameters())  # of ranks that have begun alike: ddp.py's begin_alike
@@ -27,10 +28,9 @@ the MLP, K key-value heads, D their width:
         with autocast              32 C + 8 F + 4 K D    12 C + 4 F + 4 K D    4 C
     parameters, gradients, AdamW   16 P                  16 P                  16 P
 
-On top come small things. The loss keeps 4 V of a token; with --loss-chunks N x alone, and 4 V / N
-in backward. Without --ckpt autocast keeps a block's weights in 2 bytes, too. In backward full runs
-a block's forward again, selective only its cheap operations. Each of dp ranks sends
-2 (dp-1)/dp * 4 P bytes, whatever M is.
+The loss keeps 4 V of a token; with --loss-chunks N x alone, and 4 V / N in backward. Without --ckpt
+autocast keeps a block's weights in 2 bytes, too. In backward full runs a block's forward again,
+selective only its cheap operations. Each of dp ranks sends 2 (dp-1)/dp * 4 P bytes, whatever M is.
 
 Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Korthikanti
 2022, arXiv:2205.05198, section 5: Megatron's selective makes attention again, ours keeps it.
@@ -66,7 +66,7 @@ from common import loss_sum, share
 # Activation checkpointing: a block keeps its input alone, and backward runs the block again.
 
 
-def recompute(block):  # one without dropout, whose forward takes one tensor
+def recompute(block):  # no dropout; its forward takes one tensor, and uses all parameters
     trained = [p for p in block.parameters() if p.requires_grad]
     block.forward = partial(Recompute.apply, block.forward, *trained)  # gradients go to arguments
 
@@ -402,8 +402,11 @@ def loss_in_chunks(loss_of, x, y, chunks):
     Only x is kept, (B, T, C); backward makes a chunk's logits again, one more matmul.
     """
     loss = 0.0
-    for rows, targets in zip(x.flatten(0, 1).chunk(chunks), y.flatten().chunk(chunks)):
-        loss = loss + full(loss_of, rows, targets)  # rows: (B T / chunks, C)
+    device = x.device.type
+    # each chunk casts the weight anew: with one cast their gradients would add up in 2 bytes
+    with torch.autocast(device, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
+        for rows, targets in zip(x.flatten(0, 1).chunk(chunks), y.flatten().chunk(chunks)):
+            loss = loss + full(loss_of, rows, targets)  # rows: (B T / chunks, C)
     return loss
 
 
