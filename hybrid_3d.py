@@ -201,8 +201,8 @@ def run_microbatches(model, x, y, valid):
 
 # Words of the other files:
 #     tp.cuts       {parameter: how cut_model has cut it}
-#     tp.sum_over   {parameter: group of ranks of tp, each with a summand of its gradient}: norms of
-#                   q and k, which are whole; k and v of few heads, which ranks share
+#     tp.inside     whole parameters of which each rank makes a summand: norms of q and k
+#     twins         in tp.cuts: the ranks of tp that share k and v of few heads
 #     unit          parameters whose gradients travel together, in chunks of ranks (zero.py)
 #     B, W          backward for a stage's input, and for its weights (pipeline_parallel.py)
 #     part          what this rank has of a parameter in its chunk of a unit
@@ -287,8 +287,8 @@ def kind_of(p, owner, tp):
             "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
         return "expert"
     if p in tp.cuts:
-        return "shared" if p in tp.sum_over else "cut"
-    return "inside" if p in tp.sum_over else "whole"
+        return "shared" if tp.cuts[p].twins else "cut"
+    return "inside" if p in tp.inside else "whole"
 
 
 # What is known of a parameter:
@@ -395,12 +395,12 @@ class Hybrid(nn.Module):
             if row.kind == "expert":
                 self.ep.cuts[p] = Cut(0, len(p) * self.ep.size)
             if "twins" in row.fate:
-                self.group["twins"] = self.tp.sum_over[p]  # of all such p it is one group
+                self.group["twins"] = self.tp.cuts[p].twins  # of all such p it is one group
 
     def forget(self, elsewhere):
         for p in elsewhere:
             self.tp.cuts.pop(p, None)
-            self.tp.sum_over.pop(p, None)
+            self.tp.inside.discard(p)
 
     def in_microbatches(self, x, y, valid):
         """-> what Pipeline.step takes: inputs, and what makes a micro-batch's part of the loss."""
@@ -693,7 +693,7 @@ def split_columns(tp, x, *parameters):
 
     def gradient_of_x(*dys):
         summand = tensor_parallel.input_gradient(dys, parameters[::2])
-        return tp.reduce(summand).wait()  # partial -> replicated or sharded(T)
+        return tp.reduce(summand)()  # partial -> replicated or sharded(T)
 
     return split(partial(ColumnParallel.apply, tp), gradient_of_x, x, *parameters)
 

@@ -227,30 +227,18 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # `reduce` for summands on their way out. (f's backward gathers x again, which is not kept.)
 
 
-class Pending:
-    """A tensor that a collective may still be writing."""
-
-    def __init__(self, result, work=None):
-        self.result = result
-        self.work = work  # torch's handle; None: the result is there
-
-    def wait(self):
-        if self.work:
-            self.work.wait()  # on a GPU this orders streams: the host goes on at once
-        return self.result
-
-
 # Of a parameter that is cut:
 # dim         along which
 # plain_size  of the plain parameter along dim
-# copies      how many ranks in a row have the same piece: one, but see key_values
-Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
+# twins       the group of ranks that have this rank's piece, too; None, but see key_values
+Cut = namedtuple("Cut", "dim plain_size twins", defaults=(None,))
 
 
 class TensorParallel:
     """The ranks that share a model, how x goes inside and out, and a record of what they have cut.
 
-    Outside, x is whole on every rank (Shoeybi 2019, fig. 3). In shapes, tp means tp.size.
+    Outside, x is whole on every rank (Shoeybi 2019, fig. 3). In shapes, tp means tp.size. gather
+    and reduce begin a collective: each returns wait, a function that returns the result.
     """
 
     def __init__(self, group=None):
@@ -258,39 +246,39 @@ class TensorParallel:
         self.size = self.group.size()
         self.rank = self.group.rank()
         self.cuts = {}  # {parameter: Cut}; others are whole
-        self.sum_over = {}  # {parameter: group whose ranks each make a summand of its gradient}
+        self.inside = set()  # whole parameters that are used inside, see inside()
 
     def gather(self, x):
-        """From outside to inside -> Pending: here every rank has all of x already."""
-        return Pending(x)
+        """From outside to inside: here every rank has all of x already."""
+        return lambda: x
 
     def reduce(self, y, keep=False):
-        """From inside to outside: summands y (.., T, C) -> Pending: their sum, in y's place, unless
-        y has to be kept."""
+        """From inside to outside: summands y (.., T, C) -> their sum, in y's place, unless y has to
+        be kept."""
         x = y.clone() if keep else y
         work = dist.all_reduce(x, group=self.group, async_op=True)  # partial -> replicated
-        return Pending(x, work)
 
-    def cut(self, p, dim, copies=1):
+        def wait():
+            work.wait()  # on a GPU this orders streams: the host goes on at once
+            return x
+
+        return wait
+
+    def cut(self, p, dim, twins=None):
         """This rank keeps its piece of p. p is the same object, and keeps its names and ties."""
         if p is not None and p not in self.cuts:  # a tied one is cut already
-            self.cuts[p] = Cut(dim, p.shape[dim], copies)
+            self.cuts[p] = Cut(dim, p.shape[dim], twins)
             p.data = shard(p.data, self.cuts[p], self)
 
     def group_of_sum(self, p):
-        """-> the group over which p's gradient has to be summed, or None."""
-        return self.sum_over.get(p)
+        """-> the group whose ranks each make a summand of p's gradient, or None."""
+        if p in self.cuts:
+            return self.cuts[p].twins
+        return self.group if p in self.inside else None
 
     def holders(self, p):
         """-> how many ranks hold the same piece of p: all, if it is whole. For norms."""
-        return self.cuts[p].copies if p in self.cuts else self.size
-
-
-class PendingPieces(Pending):
-    """Of pieces (tp, .., T/tp, C). wait() puts them side by side, (.., T, C)."""
-
-    def wait(self):
-        return super().wait().movedim(0, -3).flatten(-3, -2)
+        return copies_of(self.cuts[p]) if p in self.cuts else self.size
 
 
 class SequenceParallel(TensorParallel):
@@ -302,22 +290,32 @@ class SequenceParallel(TensorParallel):
     """
 
     def gather(self, x):
-        """Pieces (.., T/tp, C) -> Pending (.., T, C)."""
+        """Pieces (.., T/tp, C) -> (.., T, C)."""
         x = x.contiguous()
         pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
         flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
         work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
-        return PendingPieces(pieces, work)
 
-    def reduce(self, y, keep=True):
-        """Summands (.., T, C) -> Pending: this rank's piece (.., T/tp, C) of their sum."""
+        def wait():
+            work.wait()
+            return pieces.movedim(0, -3).flatten(-3, -2)
+
+        return wait
+
+    def reduce(self, y, keep=False):  # y is never written
+        """Summands (.., T, C) -> this rank's piece (.., T/tp, C) of their sum."""
         T = y.shape[-2]
         assert T % self.size == 0, f"T is {T}: SequenceParallel wants a multiple of {self.size}"
         pieces = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # (tp, .., T/tp, C)
         x = torch.empty_like(pieces[0])
         flat = pieces.flatten(0, 1)
         work = reduce_scatter(x, flat, group=self.group, async_op=True)  # partial -> sharded(T)
-        return Pending(x, work)
+
+        def wait():
+            work.wait()
+            return x
+
+        return wait
 
     def group_of_sum(self, p):
         # what is whole has seen 1/tp of the tokens
@@ -331,12 +329,12 @@ class ToOutside(torch.autograd.Function):
     def forward(ctx, y, tp):
         ctx.tp = tp
         # torch's selective checkpointing keeps y, a matmul's result, for backward
-        return tp.reduce(y, keep=True).wait()  # partial -> replicated or sharded(T)
+        return tp.reduce(y, keep=True)()  # partial -> replicated or sharded(T)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx):
-        return ctx.tp.gather(dx).wait(), None  # replicated or sharded(T) -> replicated
+        return ctx.tp.gather(dx)(), None  # replicated or sharded(T) -> replicated
 
 
 # ---- one f for the Linears that read the same x, and dx before weights' gradients
@@ -350,7 +348,7 @@ class ColumnParallel(torch.autograd.Function):
         """parameters: weight, bias, weight, bias, .. A bias may be None."""
         ctx.tp = tp
         ctx.save_for_backward(x, *parameters)  # not the gathered x: backward gathers it again
-        whole = tp.gather(x).wait()  # replicated or sharded(T) -> replicated
+        whole = tp.gather(x)()  # replicated or sharded(T) -> replicated
         pairs = zip(parameters[::2], parameters[1::2])
         return tuple(F.linear(whole, weight, bias) for weight, bias in pairs)
 
@@ -364,14 +362,14 @@ class ColumnParallel(torch.autograd.Function):
         wants_dx = ctx.needs_input_grad[1]
         trains = any(ctx.needs_input_grad[2:])
         if trains:
-            gathering = ctx.tp.gather(x)  # replicated or sharded(T) -> replicated
+            wait_for_x = ctx.tp.gather(x)  # replicated or sharded(T) -> replicated
         if wants_dx:
             summand = input_gradient(dys, parameters[::2])
-            summing = ctx.tp.reduce(summand)  # partial -> replicated or sharded(T)
+            wait_for_dx = ctx.tp.reduce(summand)  # partial -> replicated or sharded(T)
         if trains:
-            gradients = weight_gradients(gathering.wait(), dys, parameters[1::2])
+            gradients = weight_gradients(wait_for_x(), dys, parameters[1::2])
         if wants_dx:
-            dx = summing.wait()
+            dx = wait_for_dx()
         return None, dx, *gradients
 
 
@@ -525,7 +523,7 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
 def inside(module, tp):
     """For a plan: a module that stays whole, but is used inside, as a norm of q's heads. Each rank
     makes a summand of its gradient."""
-    tp.sum_over.update(dict.fromkeys(module.parameters(), tp.group))
+    tp.inside.update(module.parameters())
     return module
 
 
@@ -619,14 +617,19 @@ def assert_same(tensors, group):
 # ---- pieces of any size, and whole tensors
 
 
+def copies_of(cut):
+    """-> how many ranks in a row have the same piece."""
+    return cut.twins.size() if cut.twins else 1
+
+
 def shard(t, cut, tp):
     """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
 
     They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
     """
     assert t.shape[cut.dim] == cut.plain_size, f"{tuple(t.shape)}: not {cut.plain_size} to cut"
-    pieces = tp.size // cut.copies
-    number = tp.rank // cut.copies  # of this rank's piece
+    pieces = tp.size // copies_of(cut)
+    number = tp.rank // copies_of(cut)  # of this rank's piece
     each = math.ceil(cut.plain_size / pieces)
     first = min(number * each, cut.plain_size)
     count = min(each, cut.plain_size - first)
@@ -643,7 +646,7 @@ def unshard(t, cut, tp):
         return t
     pieces = t.new_empty(tp.size, *t.shape)
     all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
-    different = pieces[::cut.copies].unbind()
+    different = pieces[::copies_of(cut)].unbind()
     # contiguous: else a file of it would have the padding, too, or safetensors refuse it
     return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size).contiguous()
 
@@ -707,21 +710,19 @@ def key_values(heads):
     With more ranks than heads, `copies` ranks in a row, twins, have the same head of k, but other
     heads of q: each makes a summand of k's gradient. All ranks of the world call cut_model then.
     """
-    twins = {}  # {tp: their group}, made at the first layer
+    twins_of = {}  # {tp: the group of this rank and its twins}, made at the first layer
 
     def kind(plain, tp):
         assert heads % tp.size == 0 or tp.size % heads == 0, (
             f"{tp.size} ranks for {heads} heads of keys and values")
         copies = tp.size // heads
-        if copies > 1 and tp not in twins:
+        if copies > 1 and tp not in twins_of:
             first = tp.rank // copies * copies
             ranks = dist.get_process_group_ranks(tp.group)[first:first + copies]
-            twins[tp] = new_group(ranks)
-        if copies > 1:
-            for p in plain.parameters():
-                tp.cut(p, 0, copies)
-                tp.sum_over[p] = twins[tp]
-        return ColumnLinear(plain, tp)  # cuts what is not cut yet
+            twins_of[tp] = new_group(ranks)
+        for p in plain.parameters():
+            tp.cut(p, 0, twins_of.get(tp))
+        return ColumnLinear(plain, tp)  # which finds them cut
 
     return kind
 

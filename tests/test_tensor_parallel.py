@@ -133,10 +133,8 @@ def check_order():
     class Watched(code.TensorParallel):
         def reduce(self, *args):
             events.append("sum begins")
-            pending = super().reduce(*args)
-            wait = pending.wait
-            pending.wait = lambda: events.append("sum ends") or wait()
-            return pending
+            wait = super().reduce(*args)
+            return lambda: events.append("sum ends") or wait()
 
     make = code.weight_gradients
     code.weight_gradients = lambda *operands: events.append("weights") or make(*operands)
@@ -265,7 +263,7 @@ def check_twins():
     tp = section.TensorParallel()
     section.cut_model(model, tp, {"k": section.key_values(2)})
     first = dist.get_rank() // 2 * 2
-    twins = tp.sum_over[model["k"].weight]
+    twins = tp.cuts[model["k"].weight].twins
     assert dist.get_process_group_ranks(twins) == [first, first + 1]
     model.register_buffer("angles", torch.ones(2, device="meta"), persistent=False)
     with pytest.raises(AssertionError, match="angles.* are in no state_dict"):
@@ -354,7 +352,7 @@ BUGS_IN_THE_IDEA = [
     ("y.flatten(), group) / valid", "y.flatten(), group) / y.numel()"),
 ]
 BUGS = [  # and where they show, if not in check_bug's usual case
-    ("ctx.tp.reduce(summand)", "Pending(summand)"),  # f
+    ("ctx.tp.reduce(summand)", "(lambda: summand)"),  # f
     ("x = ToOutside.apply(self.multiply(y), self.tp)", "x = self.multiply(y)"),  # g
     ("return F.linear(y, self.weight)", "return F.linear(y, self.weight, self.bias)"),
     (".masked_fill(~here.unsqueeze(-1), 0)  # (.., T, C)", ""),
@@ -363,8 +361,8 @@ BUGS = [  # and where they show, if not in check_bug's usual case
     ("dist.all_reduce(sums, group=tp.group)", "pass"),
     ("dlogits[:, ctx.words:] = 0", "pass"),
     ("dlogits.scatter_add_(1, column, -here.to(dlogits.dtype))", "pass"),
-    ("return self.sum_over.get(p)", "return None"),
-    ("tp.sum_over[p] = twins[tp]", "pass", "TensorParallel", 1),
+    ("return self.group if p in self.inside else None", "return None"),
+    ("return self.cuts[p].twins", "return None", "TensorParallel", 1),
     (" if p in self.cuts else self.group", "", "SequenceParallel"),
     ("trained if tp.rank % tp.holders(p) == 0]", "trained]"),
 ]
