@@ -399,7 +399,8 @@ def keep_or_recipe(x, hooks):
 def loss_in_chunks(loss_of, x, y, chunks):
     """-> the sum of loss_of(x, y), head and loss in one, over chunks of the tokens.
 
-    Only x is kept, (B, T, C); backward makes a chunk's logits again, one more matmul.
+    Only x is kept, (B, T, C); backward makes a chunk's logits again, one more matmul. With ZeRO3 or
+    FSDP each forward's backward comes before the next forward, since the head's weight goes.
     """
     loss = 0.0
     device = x.device.type

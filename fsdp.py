@@ -34,9 +34,9 @@ Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4: a unit is one flat t
 At work: fully_shard, part 4 below, which cuts each parameter along dim 0 instead.
 Not for: models cut by tensor_parallel.py, experts of moe.py (hybrid_3d.py has both); optimizers of
 whole matrices (but see harness/whole.py); weights stepped between a forward and its backward;
-blocks called by yourself, or twice in a forward; ranks that use different blocks; GradScaler (ranks
-would skip different steps); freezing or loading by hand later; autograd.grad, second derivatives,
-reentrant checkpointing, backwards that raise. Unused ones get gradients of 0.
+blocks or embeddings called by yourself, blocks twice in a forward; ranks that use different blocks;
+GradScaler (ranks would skip different steps); freezing, thawing, loading by hand later; reentrant
+checkpointing, autograd.grad, second backwards, or that raise. The unused get gradients of 0.
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
 from collections import namedtuple
@@ -374,6 +374,7 @@ class FSDP(nn.Module):
 
     @eager
     def begin(self, *_):
+        refuse_changes(self)
         self.free()  # a forward without a backward has left numbers from before the last step
         self.gather_root()
         self.gather_block(0)
@@ -608,6 +609,17 @@ def guard(module, blocks):
     for p in trained(module):
         p.is_sharded = True  # for refuse_step
     module.register_state_dict_pre_hook(refuse_state_dict)
+
+
+def refuse_changes(model):
+    """Before each forward."""
+    thawed = any(t.requires_grad for t in model.uncut)
+    assert not thawed, "FSDP: thawed since, so nobody sums its gradient: make the model anew"
+    shared = [(p, unit.full) for unit in model.units for p in unit.shapes]
+    shared += [(part.master, part.value) for part in model.parts]
+    for t, memory in shared:
+        assert t.untyped_storage() is memory.untyped_storage(), (
+            "FSDP: somebody has set .data: copy_ into masters, or take load_full_state_dict")
 
 
 def refuse_step(optimizer, *_):

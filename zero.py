@@ -640,8 +640,9 @@ def refuse_step(optimizer, *_):
 register_optimizer_step_pre_hook(refuse_step)
 
 
-def refuse_load(*_):
-    raise AssertionError("ZeRO's masters would not know: take load_full_state_dict")
+def refuse_load(site, *_):
+    is_copy = not any(hasattr(p, "stepped_by") for p in site.parameters())  # by deepcopy, of an EMA
+    assert is_copy, "ZeRO's masters would not know: take load_full_state_dict"
 
 
 def refuse_state_dict(site, prefix, keep_vars):

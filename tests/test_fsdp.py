@@ -386,8 +386,27 @@ def check_memory(reshard, most):
     assert max(summing) == 1
 
 
+def check_changes():
+    """Thawing, and .data that somebody sets, as those do who swap in an average of weights."""
+    inner = llama()
+    inner.layers[0].requires_grad_(False)
+    model = FSDP(inner, inner.layers)
+    x, _ = ROWS
+    inner.layers[0].requires_grad_(True)
+    with pytest.raises(AssertionError, match="thawed since"):
+        model(x)
+    inner.layers[0].requires_grad_(False)
+    for t in model.masters[0], inner.lm_head.weight:
+        kept = t.data
+        t.data = kept.clone()
+        with pytest.raises(AssertionError, match="set .data"):
+            model(x)
+        t.data = kept
+    model(x)
+
+
 def test_parts():
     for check in (check_meta, check_unused, check_bf16, check_two_forwards, check_autocast,
-                  check_other_calls, check_opaque_output):
+                  check_other_calls, check_opaque_output, check_changes):
         run_ranks(check, 2)
     run_ranks(check_each, 2, check_memory, [(True, 2), (False, 3)])

@@ -327,6 +327,8 @@ def refuse_later(stage, model, ours, optimizer, of_model):
         with pytest.raises(RuntimeError, match="before ZeRO3"):
             copy.deepcopy(model)
     else:
+        refuses("would not know", model.load_state_dict, model.state_dict())
+        copy.deepcopy(model).load_state_dict(model.state_dict())  # an average of weights, say
         model.float().double()  # all is as before, but elsewhere
         refuses("before ZeRO", llama_loss(model, *ROWS).backward)
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).float())]
