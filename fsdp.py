@@ -36,7 +36,7 @@ Not for: models cut by tensor_parallel.py, experts of moe.py (hybrid_3d.py has b
 whole matrices (but see harness/whole.py); weights stepped between a forward and its backward;
 blocks or embeddings called by yourself, blocks twice in a forward; ranks that use different blocks;
 GradScaler (ranks would skip different steps); freezing, thawing, loading by hand later; reentrant
-checkpointing, autograd.grad, second backwards, or that raise. The unused get gradients of 0.
+checkpointing, autograd.grad, second derivatives, backwards that raise. Unused ones get 0.
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
 from collections import namedtuple
