@@ -12,7 +12,7 @@ ring of cp ranks. At each hop a rank scores its own queries with the keys of the
     rank 3        3*      2      1      0     7      rank 3      3,4*   2,5/   1,6/   0,7/     4
 
     begin_alike(model)                   # all ranks begin with the weights of the first
-    ring = Zigzag()                      # of all ranks; else Zigzag(group)
+    ring = Zigzag()                      # of all ranks; else give a group to all three
     for layer in model.layers:  # whose attention calls self.attend(q, k, v), else nothing changes
         layer.attn.attend = ring.attend  # causal. In each batch, if sequences are packed:
         # .. = partial(ring.attend, documents=d), d (B, T): the number of each token's document

@@ -35,8 +35,8 @@ Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "S
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
 2024, "Mixtral", arXiv:2401.04088 (gated experts); DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2.
 Not for: experts that are not MLPs of nn.Linear, or partly frozen; dense layers that only some ranks
-use; evaluation on some ranks alone; fp16, loss scalers; deepcopies; ddp.py, zero.py, fsdp.py (but
-see hybrid_3d.py); two backwards through one forward; padding, which it routes, too. See part 4.
+use; evaluation on some ranks alone; fp16, loss scalers; deepcopies; ddp.py, zero.py, fsdp.py, tp
+(but see hybrid_3d.py); two backwards through one forward; padding: it is routed, too. See part 4.
     torchrun --standalone --nproc_per_node=2 moe.py
 """
 import math
@@ -511,6 +511,8 @@ def broadcast_parameters(model, replicas):
 def sum_gradients(model, replicas):
     """all_reduce_gradients, once a step, after the last backward: by one all-reduce for all that is
     dense and one for experts."""
+    is_cut = any(hasattr(m, "tp") for m in model.modules())
+    assert not is_cut, "ranks have different pieces: take hybrid_3d.py"
     for parameters, group in zip(dense_and_experts(model), (dist.group.WORLD, replicas)):
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients and group.size() > 1:

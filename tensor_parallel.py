@@ -31,8 +31,8 @@ Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
 
 Not for: models with dropout, with one Linear for q, k and v (or gate and up), or with Embeddings
 that have options; optimizers of whole matrices (--optimizer muon has a way); torch's GradScaler,
-which skips steps on one rank alone; deepcopies of a cut model. docs/your-model.md lists what the
-forward of a model may not do.
+which skips steps on one rank alone; deepcopies of a cut model; experts of moe.py (but in
+hybrid_3d.py). docs/your-model.md lists what the forward of a model may not do.
 
 At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (part 4).
     torchrun --standalone --nproc_per_node=2 tensor_parallel.py --sp
@@ -574,6 +574,8 @@ def sum_gradients(model, tp):
     """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
     has_some = any(p.grad is not None for p in model.parameters())
     assert has_some, "no gradients: if ZeRO or FSDP has them, take hybrid_3d.py, which sums those"
+    has_experts = any(hasattr(m, "is_of_experts") for m in model.modules())
+    assert not has_experts, "ranks have different experts: take hybrid_3d.py"
     by_group = defaultdict(list)  # {group: gradients}
     for p in model.parameters():
         group = tp.group_of_sum(p)

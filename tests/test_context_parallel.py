@@ -238,8 +238,10 @@ def check_transformers(block):
     loss_sum(plain(x, use_cache=False).logits, y).backward()
     model = copy.deepcopy(plain)
     model.zero_grad()
-    names = dict(model=model, ring=ring, x=x, own=own)
+    names = dict(torch=torch, model=model, ring=ring, x=x, own=own)
     exec(block, names)
+    with pytest.raises(AssertionError, match="pad on the right"):
+        model(x[:, own], position_ids=own.flip(0)[None])
     loss_sum(names["logits"], y[:, own]).backward()
     context_parallel.sum_gradients(model.parameters())
     compare(gradients_of(model), gradients_of(plain), 1e-6)  # their norms compute in fp32

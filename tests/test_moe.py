@@ -20,6 +20,7 @@ from conftest import (
 from ddp import BucketedDDP
 from fsdp import FSDP
 from others import Files, compare, gradients_of, into
+from tensor_parallel import ColumnLinear, TensorParallel
 
 LLAMA = "--model", "llama-toy"
 MIXTRAL = "--model", "mixtral-toy", "--kv-heads", "2", "--hidden", "40"
@@ -499,6 +500,9 @@ def assert_refused(layer):
     for wrapper in BucketedDDP, partial(FSDP, blocks=[]):
         with pytest.raises(AssertionError, match="ranks have different experts"):
             wrapper(layer)
+    with pytest.raises(AssertionError, match="different pieces: take hybrid_3d.py"):
+        cut = ColumnLinear(nn.Linear(2, 2), TensorParallel())
+        moe.sum_gradients(nn.ModuleList([layer, cut]), None)
     model = nn.ModuleDict({"experts": layer})
     whole = moe.full_state_dict(model, layer.ep)
     assert "experts.3.up.weight" in moe.full_state_dict(layer, layer.ep)

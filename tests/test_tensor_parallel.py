@@ -199,6 +199,10 @@ def check_in_turn():
     compare(section.full_state_dict(model, tp), dict(plain.state_dict()))
     with pytest.raises(AssertionError, match="no gradients: if ZeRO or FSDP has them"):
         section.sum_gradients(model, tp)
+    model(BATCH[0])["logits"].sum().backward()
+    model.layers[0].is_of_experts = True
+    with pytest.raises(AssertionError, match="different experts: take hybrid_3d.py"):
+        section.sum_gradients(model, tp)
 
 
 def check_refusals():
