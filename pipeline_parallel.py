@@ -18,7 +18,7 @@ rank's times for a micro-batch: F forward, B gradients of inputs, W gradients of
     keeps    micro-batches whose activations rank r holds at once, at most
 
     schedule                    waits                   keeps
-    plain GPT                   0                       p M (it has all layers)
+    plain GPT                   0                       M, of all layers
     naive                       (p-1) (F + B + W) M     1
     gpipe                       (p-1) (F + B + W)       M
     1f1b                        (p-1) (F + B + W)       p - r
@@ -268,27 +268,26 @@ class Mail:
         self.last = max(self.home)  # the last stage
         # {action: its number in its rank's plan}
         self.turn = {action: i for plan in plans for i, action in enumerate(plan)}
+        self.taker = {}  # {maker: the action, in the stage beside, that takes its tensor}
+        for maker in self.turn:
+            if maker.kind in WAY:  # a W makes none
+                taker = maker._replace(stage=maker.stage + WAY[maker.kind])
+                if taker.stage in self.home:
+                    self.taker[maker] = taker
+        self.maker = {taker: maker for maker, taker in self.taker.items()}
         self.coming = deque()  # makers on other ranks; receives of their tensors are yet to begin
         self.inbox = {}  # {maker: (tensor, Work of its receive; None: it was made here)}
         self.sent = None  # (tensor, Work) of the last send
 
-    def neighbour(self, action, way):
-        """-> the action that takes what this one makes (way 1), or makes what this one takes (-1),
-        in the stage beside; None: there is none."""
-        if action.kind == "W":
-            return None
-        other = action._replace(stage=action.stage + way * WAY[action.kind])
-        return other if other.stage in self.home else None
-
     def open(self, actions):
         """Before this rank plays these actions: list what other ranks make for them."""
-        makers = [self.neighbour(action, -1) for action in actions]
-        coming = [maker for maker in makers if maker and self.home[maker.stage] != self.place]
+        makers = [self.maker[action] for action in actions if action in self.maker]
+        coming = [maker for maker in makers if self.home[maker.stage] != self.place]
         self.coming = deque(sorted(coming, key=self.turn.get))  # each sender's in its own order
 
     def take(self, action):
         """-> the tensor that an action takes from another stage, or None."""
-        maker = self.neighbour(action, -1)
+        maker = self.maker.get(action)
         if maker is None:
             return None
         while maker not in self.inbox:
@@ -308,7 +307,7 @@ class Mail:
         """
         while self.coming and self.turn[self.coming[0]] <= self.turn[action] + 2:
             self.begin_receive()
-        taker = self.neighbour(action, 1)
+        taker = self.taker.get(action)
         if taker is None:
             return
         receiver = self.home[taker.stage]
