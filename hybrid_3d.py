@@ -306,8 +306,6 @@ def table_of(stages, tp, zero):
     named = {}
     for stage in stages:
         for path, owner in stage.named_modules():
-            assert len(stages) == 1 or getattr(owner, "everyone", owner) is not None, (
-                "experts in several stages: give MoE everyone=mesh.group['peers']")
             for name, p in owner.named_parameters(path, recurse=False):
                 kind = kind_of(p, owner, tp)
                 fate = of_kind[kind]
@@ -346,12 +344,14 @@ class Hybrid(nn.Module):
     zero     the level of ZeRO. 0: nothing is cut, and copies sum whole gradients
     reduce_dtype  of gradients that are added up and summed over copies, such as torch.float32 where
              the model is in bf16
-    ring     a kind of context_parallel.py, for cp > 1: the layers have its attend and positions
+    ring     such as context_parallel.py's Zigzag(mesh.group["cp"]), whose attend the layers have;
+             for cp > 1
     """
 
     def __init__(self, stages, mesh, tp, *, layers, head, loss=None, zero=0,
                  reduce_dtype=None, ring=None):
         super().__init__()
+        guard(stages, mesh, tp, layers, head, zero, ring)  # only refuses
         self.mesh = mesh
         self.tp = tp
         self.ring = ring
@@ -359,16 +359,10 @@ class Hybrid(nn.Module):
         self.width = head.weight.shape[1]  # C
         self.cut_of_head = tp.cuts.get(head.weight)  # None: logits are of all words
         self.group = dict(mesh.group)  # {axis: group}
-        assert tp.size == mesh.size["tp"], "tp: of mesh.group['tp']"
-        assert (ring is None) == (mesh.size["cp"] == 1), "ring: where the mesh has cp, there alone"
-        known = {module for stage in stages for module in stage.modules()}
-        assert known.issuperset(layers), "layers: modules of the stages, each of them a unit"
         plans = mesh.plans
         here = {stage: stages[stage] for stage in mesh.stages}
         self.stages = nn.ModuleList(here.values())
         table = table_of(stages, tp, zero)
-        alternates = plans == make_plans("1f1b", 1, len(plans[0]) // 2)
-        assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
         mine = set(self.parameters())
         self.table = {p: row for p, row in table.items() if p in mine}  # ties in one order
         self.know_cuts()
@@ -376,18 +370,20 @@ class Hybrid(nn.Module):
         has_w = any(action.kind == "W" for action in plans[0])
         if has_w:
             split_cut_linears(self.stages)
-        tied = zeros_of_tied(self.table, self.group, zero, reduce_dtype)
-        zeros_of = {}  # {stage: its ZeROs, without what is tied}
+        self.tied = zeros_of_tied(self.table, self.group, zero, reduce_dtype)
+        zeros_of = {}  # {stage: {axis: its ZeRO}}, without what is tied
         for number, stage in here.items():
             zeros_of[number] = zeros_of_stage(
                 stage, self.table, self.group, set(layers), zero, reduce_dtype, has_w)
-        self.zeros = sum(zeros_of.values(), tied)
+        self.zeros = [*self.tied]
+        for of_stage in zeros_of.values():
+            self.zeros += of_stage.values()
         self.units = [unit for each in self.zeros for unit in each.units]
         self.parts = [part for each in self.zeros for part in each.parts]
         p = next(self.parameters())
         no_size = ()  # each batch sets mail.size, see in_microbatches
         mail = Mail(plans, no_size, p.dtype, p.device, mesh.pipelines)
-        self.pipeline = SummingPipeline(here, plans, mail, zeros_of, tied)
+        self.pipeline = SummingPipeline(here, plans, mail, zeros_of)
 
     def know_cuts(self):
         self.ep = TensorParallel(self.group["ep"])  # cuts stacks of experts, as tp cuts matrices
@@ -503,13 +499,29 @@ class Hybrid(nn.Module):
         return text_of(rows, axes)
 
 
+def guard(stages, mesh, tp, layers, head, zero, ring):
+    assert tp.size == mesh.size["tp"], "tp: of mesh.group['tp']"
+    assert (ring is None) == (mesh.size["cp"] == 1), "ring: where the mesh has cp, there alone"
+    known = {module for stage in stages for module in stage.modules()}
+    assert known.issuperset(layers), "layers: modules of the stages, each of them a unit"
+    alternates = mesh.plans == make_plans("1f1b", 1, len(mesh.plans[0]) // 2)
+    assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
+    is_whole = head.weight not in tp.cuts
+    assert tp.size == 1 or not isinstance(tp, SequenceParallel) or not is_whole, (
+        "a head that is not cut would see T/tp tokens: take TensorParallel")
+    for stage in stages:
+        for module in stage.modules():
+            assert len(stages) == 1 or getattr(module, "everyone", module) is not None, (
+                "experts in several stages: give MoE everyone=mesh.group['peers']")
+
+
 # ---- 2.4 a step ----
 
 # The way of a gradient, such as that of a norm's weight, with --sp and ZeRO-1:
 #     B of a micro-batch      autograd calls ZeRO's hook, which adds it to its unit's buffer
 #     B of the last one       meanwhile a reduce-scatter over data: part.grad, this rank's part
-#     next action, or end     waits for the sum; the end of pipeline.step sums what is tied
-#     sum_gradients           sums over tp, and over ends what is tied, as its fate says
+#     next action, or end     waits for the sum
+#     sum_gradients           sums over tp, and what is tied over data and ends, as its fate says
 #     gradient_norm           of ranks with the same numbers the first one counts them
 #     step                    master.grad; AdamW steps master; an all-gather over data: new weights
 
@@ -531,7 +543,12 @@ def train_step(model, optimizer, x, y, valid, clip):
 
 
 def sum_gradients(model):
-    """Of this rank's parts, over the other axes: over copies the pipeline has summed."""
+    """Sums this rank's parts over the other axes: over copies the pipeline has summed all but what
+    is tied, to which backwards of two stages have only added."""
+    for zero in model.tied:
+        zero.sync = True
+        zero.reduce()  # partial -> sharded
+        zero.sync = False
     of_parts = [(model.table[part.parameter].fate, part.grad) for part in model.parts]
     for axis in ("tp", "twins", "ends"):  # few models have twins
         gradients = [gradient for fate, gradient in of_parts if fate.get(axis) == "sum"]
@@ -570,7 +587,7 @@ def assert_alike(model, x, y):
 
 
 def evaluate(model, x, y):
-    """-> this rank's part of the sum of token losses."""
+    """-> this rank's part of the sum of token losses. Whoever calls it calls eval() before."""
     inputs, loss_of = model.in_microbatches(x, y, 1)
     return model.pipeline.evaluate(inputs, loss_of) / model.tp.size
 
@@ -607,13 +624,14 @@ LADDER = ZeRO0, ZeRO1, ZeRO2, ZeRO3
 
 
 def zeros_of_stage(stage, table, group, layers, level, reduce_dtype, has_w):
-    """-> a ZeRO of what this stage alone has, and one of its experts, which have other copies.
+    """-> {axis: a ZeRO}: over data one of what this stage alone has; over replicas one of its
+    experts.
 
     layers: the parameters of each are a unit. level: Hybrid's `zero`. has_w: are there Ws?
     """
-    zeros = []
+    zeros = {}
     own = [module for module in stage.modules() if module in layers]
-    for axis in ("data", "replicas"):  # replicas: of experts
+    for axis in ("data", "replicas"):
         units = []
         for parameters, sites in units_of(stage, own):
             copied = [p for p in parameters if axis in table[p].fate]
@@ -622,45 +640,42 @@ def zeros_of_stage(stage, table, group, layers, level, reduce_dtype, has_w):
             units = vectors_apart(units)
         units = [unit for unit in units if unit[0]]
         if units:
-            zeros.append(LADDER[level](units, group[axis], reduce_dtype=reduce_dtype))
+            zeros[axis] = LADDER[level](units, group[axis], reduce_dtype=reduce_dtype)
     return zeros
 
 
 def zeros_of_tied(table, group, level, reduce_dtype):
-    """-> a ZeRO of what is tied, if any is: it is summed over ends, too, so once in a step."""
+    """-> [a ZeRO of what is tied], or []: see sum_gradients"""
     tied = [p for p, row in table.items() if "ends" in row.fate and p.requires_grad]
     for p in tied:
         p.data = p.data.contiguous()  # a broadcast sends memory, whatever the strides
         dist.broadcast(p.data, group=group["ends"], group_src=0)  # the first stage's -> both's
-    kind = LADDER[min(level, 1)]
-    return [kind([(tied, [])], group["data"], reduce_dtype=reduce_dtype)] if tied else []
+    if not tied:
+        return []
+    zero = LADDER[min(level, 1)]([(tied, [])], group["data"], reduce_dtype=reduce_dtype)
+    zero.sync = False  # it is summed over ends, too, so once in a step
+    return [zero]
 
 
 class SummingPipeline(SplitPipeline):
     """Sums gradients over copies while the backward that completes them still runs.
 
-    F0 F1 B0 B1          ZeRO-0 and 1: B1      ZeRO-2: B0, B1
-    F0 F1 B0 W0 B1 W1    B1, W1                W0, W1
+    F0 F1 B0 B1          ZeRO-0 and 1: B1      ZeRO-2 and 3: B0, B1
+    F0 F1 B0 W0 B1 W1    B1, W1                ZeRO-2: W0, W1
 
-    B makes norms' gradients, W those of Linears: a unit with both is summed in W. What is tied is
-    summed at the end.
+    B makes norms' and experts' gradients, W those of Linears: experts are summed in B, a unit with
+    Linears in W.
 
-    zeros_of: {stage: [ZeRO]}. tied: [ZeRO], or empty
+    zeros_of: {stage: {axis: ZeRO}}
     """
 
-    def __init__(self, modules, plans, mail, zeros_of, tied):
+    def __init__(self, modules, plans, mail, zeros_of):
         super().__init__(modules, plans, mail)
         self.zeros_of = zeros_of
-        self.tied = tied
         self.ending = []  # ZeROs whose last sum is under way
 
     def step(self, inputs, loss_of):
-        for zero in self.tied:
-            zero.sync = False  # backwards of two stages only add
         loss = super().step(inputs, loss_of)
-        for zero in self.tied:
-            zero.sync = True
-        self.ending += self.tied
         self.end_sums()
         return loss
 
@@ -671,17 +686,19 @@ class SummingPipeline(SplitPipeline):
     def do(self, action, received, loss_of):
         self.end_sums()  # not in the action that begins them: what it makes is sent first
         kind, m, stage = action
-        zeros = self.zeros_of[stage] if kind in "BW" else []
-        completes = kind == "W" or (m, stage) not in self.split  # a B that leaves a W does not
-        for zero in zeros:
+        zeros = []  # those of which this action completes what is summed
+        for axis, zero in self.zeros_of[stage].items():
+            has_w = axis == "data" and (m, stage) in self.split
+            completes = kind == ("W" if has_w else "B")
             each = isinstance(zero, ZeRO2)  # it sums in each micro-batch
             zero.sync = completes if each else m == self.microbatches - 1
+            if completes and zero.sync:
+                zeros.append(zero)
         made = super().do(action, received, loss_of)
         for zero in zeros:
-            if completes and zero.sync:
-                # also what this copy's rows have not used: copies begin the same sums, in order
-                zero.begin_reduce()
-                self.ending.append(zero)
+            # also what this copy's rows have not used: copies begin the same sums, in order
+            zero.begin_reduce()
+            self.ending.append(zero)
         return made
 
 

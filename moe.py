@@ -361,9 +361,12 @@ class StackedLinear(nn.Module):
         return torch.cat([F.linear(x, w, b) for x, w, b in zip(pieces, self.weight, biases)])
 
     def one_kernel_pays(self, rows):
-        """On GPUs in bf16. The kernel has no biases, and needs widths that are multiples of 8."""
+        """On GPUs in bf16. The kernel has no biases, and needs widths that are multiples of 8. On
+        Blackwell it makes gradients for experts without rows (pytorch's issue 172439)."""
         fits = all(size % 8 == 0 for size in self.weight.shape[1:])
-        return rows.is_cuda and rows.dtype == torch.bfloat16 and fits and self.bias is None
+        is_right = not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0))
+        on_gpu = rows.is_cuda and is_right
+        return on_gpu and rows.dtype == torch.bfloat16 and fits and self.bias is None
 
 
 class Experts(nn.Module):
@@ -548,8 +551,9 @@ def balancing_losses(model):
 
 def full_state_dict(model, ep):
     """-> {name: whole tensor} of a model whose experts are numbered: router, experts.5.up, ..;
-    those of a layer are views of one tensor. All ranks must call it. Of a model that is too large
-    for one device gather one stack after the other: gather_experts({name: tensor}, ep)."""
+    those of a layer are views of one tensor. Besides, each layer's bias_units, which a plain model
+    has not. All ranks must call it. Of a model that is too large for one device gather one stack
+    after the other: gather_experts({name: tensor}, ep)."""
     return gather_experts(model.state_dict(), ep)
 
 

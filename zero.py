@@ -440,7 +440,7 @@ def step_by_units(zeros, optimizer, at_once=False):
         zero.assert_summed()
         zero.now = "stepping"  # all: of two optimizers one may have masters of the others alone
     pairs = [(zero, unit) for zero in zeros for unit in zero.units]
-    turns = [pairs] if at_once else [[pair] for pair in pairs]
+    turns = [pairs] if at_once or not pairs else [[pair] for pair in pairs]  # one call at least
     for turn in turns:
         for _, unit in turn:
             unit.lend_gradients()

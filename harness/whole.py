@@ -148,7 +148,7 @@ class WholeMatrices:
         """pieces[r]: flat tensors for rank r -> the flat tensors that come, of sizes[r] from it."""
         if len(pieces) == 1:
             return pieces[0]
-        nothing = self.owned[0][0].part.new_empty(0)  # this rank may own no matrix
+        nothing = next(iter(self.shares.values())).part.new_empty(0)  # a rank may own no matrix
         flat = torch.cat([nothing, *chain(*pieces)])
         sent = [sum(map(len, of_rank)) for of_rank in pieces]
         received = [sum(of_rank) for of_rank in sizes]
