@@ -385,6 +385,8 @@ def load_corpus(path, seq):
     for file in files:
         if not file.is_file() and file.exists():
             raise ValueError("a pipe or device, no file or folder: every rank reads it")
+        if root.is_dir() and file.suffix in WIDTHS:
+            raise ValueError(f"{file.name} has token ids, a folder bytes: give this file itself")
         with file.open("rb") as opened:
             if file.stat().st_size:
                 parts.append(mapped(opened, WIDTHS.get(root.suffix, torch.uint8)))

@@ -866,7 +866,7 @@ def expect_balanced(args, tokens, ep):
 FLAGS = {
     "--experts": dict(type=int, metavar="E", least=1, course=True, help="per layer (8, or the "
                       "preset's)"),
-    "--top-k": dict(type=int, metavar="K", least=1, course=True, help="experts per token (2, or "
+    "--top-k": dict(type=int, metavar="K", least=1, course="model", help="experts per token (2, or "
                     "the preset's)"),
     "--ep": dict(type=int, default=0, least=0, metavar="R", help="ranks that share out E (0: all)"),
     "--shared": dict(action="store_true", help="one more expert, for every token"),

@@ -254,7 +254,8 @@ def loading(flag, place):
         yield
     except checkpoint.CheckpointException as fault:
         [(error, _)] = fault.failures.values()
-        require(False, f"{flag} {place}: not loaded: {reason(error)}")
+        require(False, f"{flag} {place}: a file of it is missing or damaged ({reason(error)}); "
+                "one before it may be whole")
 
 
 def newest(folder, flag):
@@ -300,11 +301,12 @@ def start_from(folder, flag, args):
     kept = {name: found[name] for name in ("theta", "eps") if name in found}
     args.cfg = args.cfg._replace(**kept)
     now = identity(args)
-    names = SIZES if flag == "--init-from" else [*SIZES, *now]
+    names = [*SIZES, *(args.of_model if flag == "--init-from" else now)]
     for name in names:
         word = "--eval-every" if name == "held_out" else name
-        require(name not in found or found[name] == now[name],
-                f"{flag} {place}: saved with {word} {found.get(name)}, not {now[name]}")
+        if name in found and name in now:
+            require(found[name] == now[name],
+                    f"{flag} {place}: saved with {word} {found[name]}, not {now[name]}")
     if flag == "--init-from":
         return Start(place, flag)
     steps = notes["steps"]

@@ -16,7 +16,8 @@ SIZES = ("layers", "width", "heads", "vocab", "seq", "kv_heads", "hidden", "head
 
 # {flag: what argparse's add_argument takes}, and besides
 #   least, most    the bounds of a number
-#   course         True: what is trained depends on it, so that no checkpoint goes on with another
+#   course         True: what is trained depends on it, so that no checkpoint goes on with another;
+#                  "model": nor are weights taken from one, since no shape shows it
 FLAGS = {
     # the model
     "--impl": dict(default="scratch", choices=IMPLS, help="part 1, part 2, torch's own; both: the "
@@ -90,7 +91,9 @@ def arguments(doc, own=None, presets=None):
     flags = {**(own or {}), **FLAGS}  # in this order in --help
     flags["--model"] = {**FLAGS["--model"], "choices": tuple(presets)}
     args = parse(doc, flags)
-    args.course = [variable(name) for name, flag in flags.items() if flag.get("course")]
+    of_course = {variable(name): flag["course"] for name, flag in flags.items() if "course" in flag}
+    args.course = list(of_course)
+    args.of_model = [name for name, course in of_course.items() if course == "model"]
     try:
         launch = launched()
     except ValueError as error:

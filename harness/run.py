@@ -188,7 +188,7 @@ class Run:
             self.corpus = load_corpus(args.data, self.cfg.seq)  # a common.Text
             if args.eval_every:
                 self.corpus, self.held_out = hold_out(self.corpus, self.cfg.seq)
-            self.refuse_unknown(get_batch(self.corpus, self.cfg.seq, args.seed, 0, 1)[0])
+            self.refuse_unknown(*get_batch(self.corpus, self.cfg.seq, args.seed, 0, 1)[:2])
         except (OSError, ValueError, RuntimeError) as error:
             require(False, f"--data {args.data}: {checkpoint.reason(error)}")
 
@@ -245,6 +245,8 @@ class Run:
             os._exit(130)
         if kind not in (None, SystemExit):
             why = kind.__name__
+            if " by peer" in str(error):
+                why += ": another rank has ended"
             if "imed out" in str(error):
                 why += ": a collective that another rank has not come to; is it slow, --timeout S"
             complain(f"rank {self.rank}, step {self.step}: {why}")
@@ -288,11 +290,11 @@ class Run:
         x, y, valid = get_batch(self.corpus, self.cfg.seq, args.seed, step, args.batch, args.pad,
                                 rows)
         if not self.dry:
-            self.refuse_unknown(x)
+            self.refuse_unknown(x, y)
         return x.to(self.device), y.to(self.device), valid
 
-    def refuse_unknown(self, tokens):
-        largest = tokens.max().item()
+    def refuse_unknown(self, x, y):
+        largest = max(x.max().item(), y.max().item())
         require(largest < self.cfg.vocab, f"--data {self.args.data}: token {largest} is beyond "
                 f"--vocab {self.cfg.vocab}")
 
@@ -468,6 +470,7 @@ class Run:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for k in range(BATCHES):
             x, y, valid = get_batch(self.held_out, self.cfg.seq, args.seed, k, args.batch, 0, rows)
+            self.refuse_unknown(x, y)
             total += evaluate(x.to(self.device), y.to(self.device)) / valid
         return total / BATCHES
 

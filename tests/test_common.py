@@ -94,10 +94,16 @@ def test_tokens_and_their_vocabulary(tmp_path):
         x, y, _ = get_batch(corpus, 299, 0, 0, 1)
         assert torch.equal(x[0], ids[:-1])
         assert torch.equal(y[0], ids[1:])
-        flags = (*SMALL, "--data", str(path))
-        run_script("ddp", 2, *flags, "--vocab", "301")
-        said = run_script("ddp", 2, *flags, code=2)
-        assert "is beyond --vocab 256" in said
+    flags = (*SMALL, "--data", str(path))
+    run_script("ddp", 2, *flags, "--vocab", "301")
+    with pytest.raises(ValueError, match="tokens.bin has token ids"):
+        load_corpus(str(tmp_path), 16)
+    ids = torch.ones(340, dtype=torch.int64)
+    ids[-1] = 999  # a target, in held-out text alone
+    path.write_bytes(ids.to(dtype).numpy().tobytes())
+    for more in ("--seq", "339"), ("--eval-every", "1"):
+        said = run_script("ddp", 2, *flags, *more, code=2)
+        assert "token 999 is beyond" in said
 
 
 SCHEDULE = ("--warmup", "2", "--decay", "cosine", "--min-lr", "1e-4", "--eval-every", "2")

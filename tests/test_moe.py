@@ -68,6 +68,8 @@ def test_saved_and_resumed(optimizer, tmp_path):
     check_equal("moe", 2, *flags, "--steps", "3", "--save", str(tmp_path))
     resumed = check_equal("moe", 4, *flags, "--ep", "2", "--steps", "5", "--resume", str(tmp_path))
     assert len(resumed["loss"]) == 2
+    other = (*SMALL, *flags, "--top-k", "1", "--init-from", str(tmp_path))
+    assert "saved with top_k 2, not 1" in run_script("moe", 1, *other, code=2)
 
 
 # ---- cost ------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def main(words):
             f"without the others, is python {file}.py --dry-run N")
     if {"-h", "--help"} & set(flags):
         ranks = 1  # one help is enough
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
+    logging.disable()  # of its own lines: explain() has one
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, CORES // ranks)))
     words = ["--standalone", f"--nproc-per-node={ranks}", str(ROOT / f"{file}.py"), *flags]
     try:
