@@ -16,7 +16,7 @@
             loss = loss_sum(model(inputs), targets) / valid  # targets of all ranks' batches
         loss.backward()
     sum_gradients(model.parameters())  # of ranks that have begun alike: ddp.py's begin_alike
-    clip_and_step(model.parameters(), optimizer, 1.0, scaler=None)
+    clip_and_step(model.parameters(), optimizer, 1.0, scaler=None)  # zero.py, fsdp.py: their own
 
 Bytes on a CPU (CUDA's RMSNorm keeps less). P parameters, V words, C width; Llama's form: F width of
 the MLP, K key-value heads, D their width:
@@ -159,6 +159,7 @@ def sum_gradients(parameters, group=None):
     behind backward, leave it out, and put all backwards but the last into its no_sync(). What no
     rank has used gets gradients of 0."""
     trained = [p for p in parameters if p.requires_grad]
+    assert not any(hasattr(p, "is_sharded") for p in trained), "FSDP has summed: leave this out"
     for p in trained:
         if p.grad is None:  # not used by this rank's rows; the others wait for its summand
             p.grad = torch.zeros_like(p)
@@ -287,7 +288,8 @@ class Rerun:
     def fill(self, hooks, tensor):
         """The pack of the second run."""
         slot = self.slots.pop(0)  # from now on the graph alone has it, which frees it after use
-        assert tensor.shape == slot.shape, "forward saved other tensors when it ran again"
+        assert tensor.shape == slot.shape, (
+            "forward saved other tensors when it ran again: has it a cache, a counter?")
         slot.again = keep(tensor.detach(), hooks)
         if not self.slots:
             raise Enough
@@ -399,8 +401,11 @@ def keep_or_recipe(x, hooks):
 def loss_in_chunks(loss_of, x, y, chunks):
     """-> the sum of loss_of(x, y), head and loss in one, over chunks of the tokens.
 
-    Only x is kept, (B, T, C); backward makes a chunk's logits again, one more matmul. With ZeRO3 or
-    FSDP each forward's backward comes before the next forward, since the head's weight goes.
+        model.head.forward = lambda x: x  # once: the model returns x
+        loss_of = lambda x, y: loss_sum(F.linear(x, model.head.weight), y)  # in fp32
+        loss = loss_in_chunks(loss_of, model(ids), y, 8)
+    Only x is kept, (B, T, C); backward makes a chunk's logits again, one more matmul. With ZeRO3
+    the next forward comes after this one's backward; with FSDP, too, if each has its own.
     """
     loss = 0.0
     device = x.device.type

@@ -334,6 +334,7 @@ class FSDP(nn.Module):
         self.masters = nn.ParameterList(part.master for part in self.parts)
         self.summing = None  # the unit whose sum is under way
         self.summed = set()  # units whose sums this backward has begun
+        self.in_forward = False
         self.in_backward = False
         self.add_hooks(sharded, rest)
 
@@ -375,12 +376,14 @@ class FSDP(nn.Module):
     @eager
     def begin(self, *_):
         refuse_changes(self)
+        self.in_forward = True
         self.free()  # a forward without a backward has left numbers from before the last step
         self.gather_root()
         self.gather_block(0)
 
     @eager
     def end(self, module, inputs, output):
+        self.in_forward = False
         watch(output, self.begin_backward)
         if not torch.is_grad_enabled():  # an evaluation: no backward will come
             for unit in self.block_units:  # the root stays: its head may be called by itself
@@ -389,6 +392,7 @@ class FSDP(nn.Module):
     @eager
     def enter(self, i, *hook_arguments):
         """Block i is about to compute. The next one travels meanwhile."""
+        assert self.in_forward or self.in_backward, "call what FSDP wraps: here weights may be old"
         self.gather_block(i)
         # in backward, also if it is a checkpoint's forward that calls this, i - 1 is next
         self.gather_block(i - 1 if self.in_backward else i + 1)
@@ -477,12 +481,22 @@ class FSDP(nn.Module):
     # -- the whole: {name: whole tensor} on every rank. All must call it
 
     def full_state_dict(self):
-        """What is trained in shards' dtype, fp32 or fp64; the rest as it is."""
+        """What is trained in shards' dtype, fp32 or fp64, views of a unit; the rest as it is."""
         found = {}  # {parameter: whole tensor}
         for unit in self.units:
             found.update(unit.gathered(unit.shard))
         state = self.module.state_dict(keep_vars=True)  # the Parameters themselves, keys of found
         return {name: found.get(t, t).detach() for name, t in state.items()}
+
+    def full_gradients(self):
+        """Of what is trained, a tied one once."""
+        found = {}  # {parameter: whole gradient}
+        for unit in self.units:
+            gradient = torch.zeros_like(unit.shard)
+            for part in unit.parts:
+                gradient[part.here] = part.master.grad
+            found.update(unit.gathered(gradient))
+        return {name: found[p] for name, p in self.module.named_parameters() if p in found}
 
     def load_full_state_dict(self, state):
         """Its inverse: a rank takes its parts of whole tensors, which are the same on all ranks."""
@@ -656,17 +670,6 @@ def parallelize(model, mesh, seed, device, **options):
     return HSDP(model, model.blocks, group, replicas, fill=fill, **options)
 
 
-def full_gradients(model):
-    """-> {name: whole gradient} of what is trained, a tied one once."""
-    found = {}  # {parameter: whole gradient}
-    for unit in model.units:
-        gradient = torch.zeros_like(unit.shard)
-        for part in unit.parts:
-            gradient[part.here] = part.master.grad
-        found.update(unit.gathered(gradient))
-    return {name: found[p] for name, p in model.module.named_parameters() if p in found}
-
-
 def train_step(model, optimizer, x, y, valid, clip):
     """x, y: this rank's rows (B/N, T); valid: targets of the whole batch.
 
@@ -774,7 +777,7 @@ def set_up(run, impl, mesh, on_meta):
                               wholes=partial(wholes_of_units, model.units, model.group))
     return run.side(model, optimizer, train_step,
                     pieces=partial(pieces_of_units, model.units, named, optimizer),
-                    full_gradients=partial(full_gradients, model),
+                    full_gradients=model.full_gradients,
                     full_state_dict=model.full_state_dict)
 
 

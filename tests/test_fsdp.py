@@ -12,11 +12,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
+from amp_accum_ckpt import sum_gradients
 from common import adamw
 from conftest import (
     PROOF, check_bug_shows, check_differs, check_each, check_equal, copied, dry_run_agrees, idea,
     run_ranks, run_script, textbook)
-from fsdp import FSDP, from_meta, full_gradients
+from fsdp import FSDP, from_meta
 from others import (
     WIDTH, Layer, Llama, OfTensors, as_in_files, bf16_llama, bf16_rows, compare, compare_fp32,
     gradients_of, into, llama_loss, loss_sum, micro_batches, mine, own_rows_alone, token_rows,
@@ -119,7 +120,7 @@ def check_copy(words, *bug):
             with torch.no_grad():  # an evaluation in between
                 ours(rows[0])
         compare(ours.clip_grad_norm_(0.5), norm)
-        compare(full_gradients(ours), gradients)
+        compare(ours.full_gradients(), gradients)
         ours(rows[0])  # a forward without a backward: what it gathers is old after the step
         optimizer.step()
         ours.zero_grad()
@@ -154,7 +155,7 @@ def test_copy():
 
 
 PLANTED = [
-    (check_copy, "tied", "gradient[part.here]", "gradient[part.here] / 2"),
+    (check_copy, "tied", "new = gradient[part.here]", "new = gradient[part.here] / 2"),
     (check_copy, "tied",
      "self.gathering = all_gather(self.full, own, group=self.group, async_op=True)",
      "self.full.zero_()"),
@@ -204,7 +205,7 @@ def check_meta():
         made_as = name.replace("lm_head", "embed_tokens").replace("again", "weight")
         assert (tensor == len(made_as)).all(), name
     llama_loss(model, *ROWS).backward()
-    assert (full_gradients(model)["norm.unused"] == 0).all()
+    assert (model.full_gradients()["norm.unused"] == 0).all()
     with torch.device("meta"):
         forgotten = llama()
     from_meta(forgotten, "cpu", lambda name, tensor: tensor.zero_())
@@ -218,12 +219,12 @@ def check_bf16():
     model = FSDP(inner, inner.layers)
     for rows in bf16_rows()[dist.get_rank()::2]:
         llama_loss(model, *rows).backward()
-    compare_fp32(full_gradients(model))
+    compare_fp32(model.full_gradients())
     assert {unit.full.dtype for unit in model.units} == {torch.bfloat16}
     model.masters[0].grad[0] = float("inf")
-    before = full_gradients(model)
+    before = model.full_gradients()
     assert model.clip_grad_norm_(1.0) == float("inf")
-    compare(full_gradients(model), before)  # it spoils no other
+    compare(model.full_gradients(), before)  # it spoils no other
 
 
 def check_unused():
@@ -240,7 +241,7 @@ def check_unused():
         each(ROWS[0])
     seen[0].square().sum().mul(dist.get_world_size()).backward()
     seen[1].square().sum().backward()
-    found = full_gradients(model)
+    found = model.full_gradients()
     compare({name: found.pop(name) for name in gradients_of(plain)}, gradients_of(plain))
     assert not any(gradient.any() for gradient in found.values())
     for parameters in model.parameters(), model.module.parameters():
@@ -276,7 +277,7 @@ def check_two_forwards():
         for task[0] in range(2):
             loss = loss + llama_loss(each, *rows)
         loss.backward()
-    compare(full_gradients(model), gradients_of(plain))
+    compare(model.full_gradients(), gradients_of(plain))
 
 
 def check_autocast():
@@ -290,7 +291,7 @@ def check_autocast():
         with torch.autocast("cpu", torch.bfloat16):
             for _ in range(2):
                 llama_loss(each, *rows).backward()
-    found = full_gradients(model)
+    found = model.full_gradients()
     for name, wanted in gradients_of(plain).items():
         assert (found[name] - wanted).norm() < 0.05 * wanted.norm(), name
 
@@ -309,7 +310,7 @@ def check_other_calls():
         compare(inner(ROWS[0])["logits"], plain(ROWS[0])["logits"])
     llama_loss(plain, *ROWS).backward()
     llama_loss(torch.compile(model, backend="aot_eager"), *mine(ROWS)).backward()
-    compare(full_gradients(model), gradients_of(plain))
+    compare(model.full_gradients(), gradients_of(plain))
 
 
 @dataclass
@@ -336,7 +337,7 @@ def check_opaque_output():
     loss_sum(plain(x).logits, y).backward()
     x, y = mine(ROWS)
     loss_sum(model(x).logits, y).backward()
-    compare(full_gradients(model), gradients_of(plain))
+    compare(model.full_gradients(), gradients_of(plain))
     weight = inner.lm_head.weight
     for groups in [{"params": weight}], [{"params": [weight]}], iter([weight]):
         [group] = model.parameter_groups(groups)
@@ -403,6 +404,10 @@ def check_changes():
             model(x)
         t.data = kept
     model(x)
+    with pytest.raises(AssertionError, match="call what FSDP wraps"):
+        inner.layers[1](torch.ones(1, 2, 12))
+    with pytest.raises(AssertionError, match="FSDP has summed"):
+        sum_gradients(model.parameters())
 
 
 def test_parts():
