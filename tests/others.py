@@ -178,15 +178,6 @@ def gradients_of(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def own_rows_alone(module):
-    """A plant for check_bug_shows: no rank's gradients reach another."""
-    def reduce_scatter(own, buffer, group, async_op):
-        own.copy_(buffer.chunk(dist.get_world_size(group))[dist.get_rank(group)])
-        return dist.barrier(async_op=True)
-
-    module.reduce_scatter = reduce_scatter
-
-
 def compare(found, wanted, atol=1e-11, rtol=0):
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
 

@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from amp_accum_ckpt import sum_gradients
 from common import adamw
 from conftest import (
-    PROOF, check_bug_shows, check_differs, check_each, check_equal, copied, dry_run_agrees, idea,
+    PROOF, check_differs, check_each, check_equal, copied, dry_run_agrees, idea,
     run_ranks, run_script, textbook)
 from fsdp import FSDP, from_meta
 from others import (
     WIDTH, Layer, Llama, OfTensors, as_in_files, bf16_llama, bf16_rows, compare, compare_fp32,
-    gradients_of, into, llama_loss, loss_sum, micro_batches, mine, own_rows_alone, token_rows,
+    gradients_of, into, llama_loss, loss_sum, micro_batches, mine, token_rows,
     trained, whole_batch)
 
 LLAMA = ("--model", "llama-toy")
@@ -33,16 +33,11 @@ ROWS = token_rows(torch.Generator(), 2)
     (2, [*LLAMA, "--train", "blocks.1|bias|head", "--eval-every", "1"]),
     (3, ["--batch", "7", "--vocab", "257", "--clip", "0"]),
     (4, ["--hsdp", "2", "--offload"]),
-    (1, ["--impl", "idea"]),
     (2, ["--impl", "idea", *LLAMA, "--eval-every", "1"]),
     (4, ["--impl", "idea", "--vocab", "257"]),
 ])
 def test_equals_one_process(world, flags):
     check_equal("fsdp", world, *flags)
-
-
-def test_a_bug_shows_in_the_script():
-    check_bug_shows("fsdp", 2, plant=own_rows_alone)
 
 
 @pytest.mark.parametrize("world, flags, gathers", [

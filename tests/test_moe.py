@@ -38,10 +38,8 @@ IDEA = "--impl", "idea"
     (2, ["--train", "blocks.1", "--capacity", "0.8", "--eval-every", "1"]),
     (2, ["--optimizer", "muon", "--ep", "1"]),
     (4, [*QWEN, "--optimizer", "muon"]),
-    (1, [*IDEA, *LLAMA]),
     (2, [*IDEA, "--train", "blocks.1|norm", "--eval-every", "1"]),
     (4, [*IDEA, *MIXTRAL, "--ep", "2"]),
-    (4, [*IDEA, "--top-k", "3"]),
 ])
 def test_equals_plain(world, flags):
     report = check_equal("moe", world, *flags)

@@ -10,14 +10,10 @@ from harness.whole import Share, WholeMatrices
 
 MUON = ("--optimizer", "muon", "--steps", "4")
 ODD = ("--model", "llama-toy", "--kv-heads", "2", "--hidden", "45")  # which no ranks divide
-WAYS = (
-    (2, "ddp"), (4, "zero --stage 1"), (2, "zero --stage 2 --accum 2"), (2, "zero --stage 3"),
-    (2, "zero --stage 1 --offload optimizer"), (2, "fsdp"), (4, "fsdp --hsdp 2"),
-    (2, "tensor_parallel"), (2, "tensor_parallel --sp"),
-    (2, "context_parallel --attn ulysses"), (2, "amp_accum_ckpt --accum 2 --ckpt full"),
+WAYS = (  # besides those of RELAY
+    (2, "zero --stage 1 --offload optimizer"), (4, "fsdp --hsdp 2"),
     (4, "tensor_parallel"),  # two ranks share a head of keys and values
     (8, "hybrid_3d --hidden 44 --dp 2 --tp 2 --pp 2 --zero 1 --sp"),
-    (4, "hybrid_3d --hidden 44 --dp 2 --tp 2 --pp 1 --zero 2 --schedule zb-h1"),
     (4, "hybrid_3d --hidden 44 --dp 2 --tp 2 --pp 1 --sp --experts 4"),
 )
 

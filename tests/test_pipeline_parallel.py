@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 import pipeline_parallel
 from conftest import (
-    PROOF, ROOT, SMALL, alone, check_each, check_equal, check_refused, copied, dry_run_agrees, idea,
-    run_ranks, run_script, textbook)
+    PROOF, ROOT, SMALL, alone, check_differs, check_each, check_equal, check_refused, copied,
+    dry_run_agrees, idea, run_ranks, run_script, textbook)
 from harness.timeline import chunks, costs, grid, in_flight, longest, simulate
 from others import VOCABULARY, Llama
 from pipeline_parallel import SCHEDULES, Mail, Stages, chunks_of, make_plans
@@ -78,14 +78,6 @@ def test_every_schedule_is_complete_and_keeps_what_is_promised():
             check_complete(m, plan)
         if m >= 2 * p - 1:
             check_promised(name, p, m, v, plans)
-
-
-def test_the_search_finds_what_is_published():
-    """Qi 2023, tables 5 and 9: 1.5B, p = 8, m = 24, twice the memory of 1F1B."""
-    flags = "--simulate --schedule auto --pp 8 --micro 24 --limit 16 --width 2304 --heads 24"
-    [report] = alone("pipeline_parallel", (
-        *flags.split(), "--seq", "1024", "--times", "18.522,18.086,9.337,0.601"))
-    assert round(report["bubble_rate"], 4) == 0.0433
 
 
 def play(mail, plan):
@@ -416,13 +408,8 @@ PLANTED = [  # a check, the schedule that shows the bug, what stands in the plac
 ]
 
 
-def check_planted(check, *case):
-    with pytest.raises(AssertionError, match="not close"):
-        check(*case)
-
-
 def test_planted_bugs_are_seen():
-    run_ranks(check_each, 2, check_planted, PLANTED)
+    run_ranks(check_each, 2, check_differs, PLANTED)
 
 
 # ---- the toy GPT: proof, cost, links, refusals ------------------------------------

@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from common import adamw
 from conftest import (
-    PROOF, ROOT, SMALL, alone, check_bug_shows, check_differs, check_each, check_equal,
+    PROOF, ROOT, SMALL, alone, check_differs, check_each, check_equal,
     check_refused, copied, dry_run_agrees, idea, run_ranks, run_script, textbook)
 from others import (
     Llama, OfTensors, as_in_files, bf16_llama, bf16_rows, compare, compare_fp32, into,
-    llama_loss, micro_batches, mine, own_rows_alone, token_rows, trained, whole_batch)
+    llama_loss, micro_batches, mine, token_rows, trained, whole_batch)
 
 ROWS = token_rows(torch.Generator(), 4)
 
@@ -131,10 +131,6 @@ def test_planted():
 ])
 def test_script_equals_one_process(world, flags):
     check_equal("zero", world, *flags)
-
-
-def test_a_bug_shows_in_the_script():
-    check_bug_shows("zero", 2, plant=own_rows_alone)
 
 
 def test_resumes(tmp_path):
