@@ -143,7 +143,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #     last block and root stay          4.56 MB are sent, not 5.05
 #     shards in fp32, on any device     bf16 weights, offload
 #     a part for each parameter         parameter groups, checkpoints
-#     HSDP                              gathers stay within a copy of the model, such as a node
+#     replicas (HSDP)                   gathers stay within a copy of the model, such as a node
 #     from_meta()                       no rank has to make the whole model
 
 
@@ -168,14 +168,15 @@ class Unit:
     are views of full: they lose and regain memory with it.
     """
 
-    def __init__(self, parameters, group, dtype, home):
-        """dtype: full's. home: the device of shard, which has to be filled, see begin_alike."""
+    def __init__(self, parameters, group, replicas, dtype, home):
+        """As FSDP's. dtype: full's. shard has to be filled, see begin_alike."""
         assert len({p.dtype for p in parameters}) == 1, "a block, or the root, has several dtypes"
         ranks = dist.get_world_size(group)
         rank = dist.get_rank(group)
         like = parameters[0]
         wide = torch.promote_types(like.dtype, torch.float32)
         self.group = group
+        self.replicas = replicas
         self.shapes = {p: p.shape for p in parameters}  # in order; p itself is empty at times
         self.spans = {}  # {parameter: where it lies in full and in buffer}
         size = 0  # without padding
@@ -189,7 +190,8 @@ class Unit:
         self.shard = like.new_zeros(self.chunk, dtype=wide, device=home)
         self.buffer = None  # there is one while a sum is under way
         self.sum = None
-        self.reducing = None  # the sum of buffer over ranks that is under way
+        self.reducing = None  # the sum of buffer over the group that is under way
+        self.adding = None  # the sum of sum over replicas that is under way
         self.gathering = None  # the all-gather into full that is under way
         self.cut()
 
@@ -209,12 +211,12 @@ class Unit:
                 self.parts.append(Part(p, low - span.start, value, here, nn.Parameter(value)))
 
     def begin_alike(self):
-        """Fills shard with this rank's chunk of what the group's first rank has."""
+        """Fills shard with this rank's chunk of what the first rank has."""
         whole = self.shard.new_zeros(self.full.shape, device=self.full.device)
         for p, place in self.views(whole).items():
             assert p.untyped_storage().nbytes() >= p.nbytes, "a module of from_meta: give fill"
             place.copy_(p.detach())
-        dist.broadcast(whole, group=self.group, group_src=0)  # the first rank's -> replicated
+        take_from_first(whole, self.group, self.replicas)
         self.shard.copy_(whole[self.mine])
 
     # -- parameters
@@ -258,6 +260,7 @@ class Unit:
 
     def start_sum(self):
         """Begins to sum over the group what autograd has left in the parameters' grad."""
+        self.end_adding()  # in one backward there may be two sums of a unit
         self.buffer = self.shard.new_zeros(self.full.shape, device=self.full.device)
         for p, slot in self.views(self.buffer).items():
             if p.grad is not None:  # this backward has used it
@@ -271,7 +274,17 @@ class Unit:
         self.reducing.wait()
         self.reducing = None
         self.buffer = None
-        self.add_sum()
+        if self.replicas is None:
+            self.add_sum()
+        else:  # it ends with backward
+            # partial -> replicated, of 1/N of the numbers
+            self.adding = dist.all_reduce(self.sum, group=self.replicas, async_op=True)
+
+    def end_adding(self):
+        if self.adding:
+            self.adding.wait()
+            self.adding = None
+            self.add_sum()
 
     def add_sum(self):
         """Adds this backward's sum to the masters' gradients."""
@@ -295,6 +308,8 @@ class FSDP(nn.Module):
     are this rank's parts of the parameters.
 
     blocks: submodules, in the order in which they run
+    replicas: HSDP, if there are copies of the sharded model, each on a `group` of its own: the
+        group of ranks with the same shards, one of each copy. Gathers stay within a copy
     reshard: free blocks after forward, and gather them again for backward
     dtype: of whole weights (None: the module's); the caller casts inputs
     home: the device of shards (None: the module's)
@@ -303,10 +318,8 @@ class FSDP(nn.Module):
     Ranks begin with the first one's parameters and buffers. Frozen ones stay whole, in `dtype`.
     """
 
-    unit_class = Unit  # HSDP has another
-
-    def __init__(self, module, blocks, group=None, reshard=True, dtype=None, home=None,
-                 fill=Unit.begin_alike):
+    def __init__(self, module, blocks, group=None, replicas=None, reshard=True, dtype=None,
+                 home=None, fill=Unit.begin_alike):
         super().__init__()
         sharded = [block for block in blocks if trained(block)]  # the others stay whole
         guard(module, sharded)
@@ -316,10 +329,15 @@ class FSDP(nn.Module):
         module.zero_grad()  # what is left from before is of no step here
         frozen = [p for p in module.parameters() if not p.requires_grad]
         self.uncut = [*module.buffers(), *frozen]  # what every rank has
-        self.begin_uncut(frozen, dtype)
+        for p in frozen:
+            if p.is_floating_point():
+                p.data = p.data.to(dtype or p.dtype)
+        for tensor in self.uncut:
+            tensor.data = tensor.data.contiguous()  # a broadcast sends memory, whatever the strides
+            take_from_first(tensor, group, replicas)
 
         def new_unit(parameters):
-            unit = self.unit_class(parameters, group, dtype, home)
+            unit = Unit(parameters, group, replicas, dtype, home)
             fill(unit)
             unit.free()  # from here on the whole is in no rank's memory
             return unit
@@ -346,14 +364,6 @@ class FSDP(nn.Module):
             block.register_forward_hook(partial(self.leave, i))
         for p in rest:  # for outputs in which watch() finds no tensor, such as a dataclass
             p.register_post_accumulate_grad_hook(self.begin_backward)
-
-    def begin_uncut(self, frozen, dtype):
-        for p in frozen:
-            if p.is_floating_point():
-                p.data = p.data.to(dtype or p.dtype)
-        for tensor in self.uncut:
-            tensor.data = tensor.data.contiguous()  # a broadcast sends memory, whatever the strides
-            dist.broadcast(tensor, group=self.group, group_src=0)  # the first rank's -> replicated
 
     def gather_root(self):
         for unit in self.root_units:
@@ -442,6 +452,8 @@ class FSDP(nn.Module):
             if late or unit not in self.summed:
                 self.sum_next(unit)
         self.summing.end_sum()
+        for unit in self.units:
+            unit.end_adding()
         self.summing = None
         self.summed = set()
         self.in_backward = False
@@ -499,7 +511,7 @@ class FSDP(nn.Module):
         return {name: found[p] for name, p in self.module.named_parameters() if p in found}
 
     def load_full_state_dict(self, state):
-        """Its inverse: a rank takes its parts of whole tensors, which are the same on all ranks."""
+        """full_state_dict's inverse. A rank takes its parts of what is the same on all ranks."""
         part_of = {part.parameter: part for part in self.parts}
         shape_of = {p: shape for unit in self.units for p, shape in unit.shapes.items()}
         # the first of two tied names, which is the one that safetensors has
@@ -520,6 +532,12 @@ class FSDP(nn.Module):
     __deepcopy__ = refuse
 
 
+def take_from_first(tensor, group, replicas):
+    dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
+    if replicas is not None:
+        dist.broadcast(tensor, group=replicas, group_src=0)  # the first copy's -> replicated
+
+
 def trained(module):
     return [p for p in module.parameters() if p.requires_grad]
 
@@ -529,49 +547,6 @@ def watch(output, reached):
     for t in tree_leaves(output):
         if isinstance(t, torch.Tensor) and t.requires_grad:
             t.register_hook(reached)
-
-
-class UnitOfCopies(Unit):
-    """A unit that each copy of the model has. An all-reduce adds up what the copies have summed."""
-
-    replicas = None  # the group of ranks that have the same shard, one in each copy of the model
-    adding = None  # the sum over copies that is under way
-
-    def start_sum(self):
-        self.end_adding()  # in one backward there may be two sums of a unit
-        super().start_sum()
-
-    def add_sum(self):
-        """The copy's sum has ended: the sum over copies begins, and ends with backward."""
-        # partial -> replicated, of 1/N of the numbers
-        self.adding = dist.all_reduce(self.sum, group=self.replicas, async_op=True)
-
-    def end_adding(self):
-        if self.adding:
-            self.adding.wait()
-            self.adding = None
-            super().add_sum()
-
-
-class HSDP(FSDP):
-    """Copies of a sharded model. Gathers stay in a copy's `group`; replicas: see UnitOfCopies."""
-
-    unit_class = UnitOfCopies
-
-    def __init__(self, module, blocks, group, replicas, **options):
-        super().__init__(module, blocks, group, **options)
-        for tensor in self.uncut:
-            dist.broadcast(tensor, group=replicas, group_src=0)  # the first copy's -> replicated
-        for unit in self.units:
-            unit.replicas = replicas
-            shard = unit.shard.to(unit.full.device)
-            dist.broadcast(shard, group=replicas, group_src=0)  # the first copy's -> replicated
-            unit.shard.copy_(shard)
-
-    def end_backward(self):
-        super().end_backward()
-        for unit in self.units:
-            unit.end_adding()
 
 
 def from_meta(module, device, init):
@@ -663,11 +638,9 @@ def parallelize(model, mesh, seed, device, **options):
         init_weights(module, len(model.blocks), seed, path)
 
     fill = from_meta(model, device, init)
-    group = mesh["shard"].get_group()
-    if mesh["replicate"].size() == 1:
-        return FSDP(model, model.blocks, group, fill=fill, **options)
-    replicas = mesh["replicate"].get_group()
-    return HSDP(model, model.blocks, group, replicas, fill=fill, **options)
+    copies = mesh["replicate"]
+    replicas = copies.get_group() if copies.size() > 1 else None
+    return FSDP(model, model.blocks, mesh["shard"].get_group(), replicas, fill=fill, **options)
 
 
 def train_step(model, optimizer, x, y, valid, clip):

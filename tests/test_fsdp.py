@@ -100,7 +100,7 @@ def check_copy(words, *bug):
     inner = llama(dist.get_rank(), options)
     if "copies" in options:
         alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        ours = module.HSDP(inner, inner.layers, alone[dist.get_rank()], dist.group.WORLD)
+        ours = module.FSDP(inner, inner.layers, alone[dist.get_rank()], dist.group.WORLD)
     elif "cpu" in options:
         ours = module.FSDP(inner, inner.layers, reshard=False, home="cpu")
     else:
@@ -160,10 +160,10 @@ PLANTED = [
     (check_copy, "tied", "part.master.grad += new", "part.master.grad = new"),
     (check_copy, "tied", "part.value.copy_(state[name].flatten()", "(state[name].flatten()"),
     (check_copy, "tied", "dist.all_reduce(square, group=self.group)", "pass"),
-    (check_copy, "tied", "dist.broadcast(whole, group=self.group, group_src=0)", "pass"),
+    (check_copy, "tied", "dist.broadcast(tensor, group=group, group_src=0)", "pass"),
     (check_copy, "copies", "dist.all_reduce(self.sum, group=self.replicas, async_op=True)",
      "dist.barrier(async_op=True)"),
-    (check_copy, "copies", "dist.broadcast(shard, group=replicas, group_src=0)", "pass"),
+    (check_copy, "copies", "dist.broadcast(tensor, group=replicas, group_src=0)", "pass"),
     (check_idea, "all_gather(self.full, self.shard.detach(), group=self.group)", "pass"),
     (check_idea, "reduce_scatter(self.shard.grad, leaf.grad, group=self.group)", "pass"),
     (check_idea, "dist.all_reduce(square, group=model.group)", "pass"),
