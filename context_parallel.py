@@ -20,7 +20,7 @@ ring of cp ranks. At each hop a rank scores its own queries with the keys of the
     logits = model(x[:, own], positions=own)  # the model has to be told where its tokens stand
     (loss_sum(logits, y[:, own]) / valid).backward()  # loss_sum: of tokens; valid: targets in y
     sum_gradients(model.parameters())    # then clip and step, as one process does
-    # (DDP and FSDP average gradients: for them multiply the loss by cp)
+    # (torch's DDP and FSDP average gradients: leave this out, and multiply the loss by cp)
 
 P parameters. In a layer a rank's queries have Q elements, its keys S, its values S:
 
@@ -34,8 +34,8 @@ P parameters. In a layer a rank's queries have Q elements, its keys S, its value
 Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024, arXiv:2407.21783, section 3.3.2
 (zigzag's chunks, allgather). Jacobs 2023, arXiv:2309.14509, section 3 (ulysses).
 Not for: sliding windows, scales other than D ** -0.5, dropout in attention, KV caches, v of another
-width than k; layers besides attention that look at other tokens (convolutions, means); deepcopies;
-experts of moe.py (but in hybrid_3d.py).
+width than k; layers besides attention that look at other tokens (convolutions, means), angles that
+depend on T; documents that change before a backward that recomputes; experts (see hybrid_3d.py).
 At work: torch.distributed.tensor.experimental.context_parallel, part 4 below.
     torchrun --standalone --nproc_per_node=2 context_parallel.py --attn zigzag
 """

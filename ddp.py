@@ -23,7 +23,7 @@ Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel 
 arXiv:2006.15704, section 3. At work: torch.nn.parallel.DistributedDataParallel, part 4 below.
 
 Not for: sparse embedding gradients; BatchNorm (buffers are made equal once); parameters added,
-frozen or thawed after wrapping; a deepcopy that is trained; second derivatives; reentrant
+cast, frozen or thawed after wrapping; a deepcopy that is trained; second derivatives; reentrant
 checkpointing; backwards that raise, ranks with different numbers of them, or one backward through
 two models of one group. Parameters that no rank has used get gradients of 0.
 
