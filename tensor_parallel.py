@@ -231,7 +231,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # dim         along which
 # plain_size  of the plain parameter along dim
 # twins       the group of ranks that have this rank's piece, too; None, but see key_values
-Cut = namedtuple("Cut", "dim plain_size twins", defaults=(None,))
+# copies      how many ranks that are: one without twins
+Cut = namedtuple("Cut", "dim plain_size twins copies", defaults=(None, 1))
 
 
 class TensorParallel:
@@ -240,6 +241,8 @@ class TensorParallel:
     Outside, x is whole on every rank (Shoeybi 2019, fig. 3). In shapes, tp means tp.size. gather
     and reduce begin a collective: each returns wait, a function that returns the result.
     """
+
+    cuts_x = False  # is x outside cut along T?
 
     def __init__(self, group=None):
         self.group = group or dist.group.WORLD
@@ -267,27 +270,23 @@ class TensorParallel:
     def cut(self, p, dim, twins=None):
         """This rank keeps its piece of p. p is the same object, and keeps its names and ties."""
         if p is not None and p not in self.cuts:  # a tied one is cut already
-            self.cuts[p] = Cut(dim, p.shape[dim], twins)
+            self.cuts[p] = Cut(dim, p.shape[dim], twins, twins.size() if twins else 1)
             p.data = shard(p.data, self.cuts[p], self)
-
-    def group_of_sum(self, p):
-        """-> the group whose ranks each make a summand of p's gradient, or None."""
-        if p in self.cuts:
-            return self.cuts[p].twins
-        return self.group if p in self.inside else None
 
     def holders(self, p):
         """-> how many ranks hold the same piece of p: all, if it is whole. For norms."""
-        return copies_of(self.cuts[p]) if p in self.cuts else self.size
+        return self.cuts[p].copies if p in self.cuts else self.size
 
 
 class SequenceParallel(TensorParallel):
     """Outside, x is cut along T, dim -2, which tp must divide (Korthikanti 2022, fig. 5).
 
-    So norms and row biases see 1/tp of the tokens, and make summands: group_of_sum. What is added
+    So norms and row biases see 1/tp of the tokens, and make summands (group_of_sum). What is added
     to x must be cut as x is: a table of learned positions becomes a VocabEmbedding, whose g cuts
     along T. docs/your-model.md has what else a model may not do then.
     """
+
+    cuts_x = True
 
     def gather(self, x):
         """Pieces (.., T/tp, C) -> (.., T, C)."""
@@ -316,10 +315,6 @@ class SequenceParallel(TensorParallel):
             return x
 
         return wait
-
-    def group_of_sum(self, p):
-        # what is whole has seen 1/tp of the tokens
-        return super().group_of_sum(p) if p in self.cuts else self.group
 
 
 class ToOutside(torch.autograd.Function):
@@ -396,9 +391,6 @@ def weight_gradients(x, dys, biases):
 # ---- modules that take the places of plain ones
 
 
-OPTIONS = "padding_idx", "max_norm", "scale_grad_by_freq", "sparse"  # of an nn.Embedding
-
-
 class CutModule(nn.Module):
     """Takes the place of a plain module: has its parameters, and cuts those in `dims`."""
 
@@ -406,10 +398,7 @@ class CutModule(nn.Module):
 
     def __init__(self, plain, tp):
         super().__init__()
-        options = [getattr(plain, name, None) for name in OPTIONS]
-        has_none = all(option is None or option is False for option in options)
-        is_plain = type(plain) in (nn.Linear, nn.Embedding) and "forward" not in vars(plain)
-        assert is_plain and has_none, f"{plain}: only a plain Linear or Embedding can be cut."
+        refuse_options(plain)
         self.tp = tp
         self.weight = plain.weight
         self.bias = getattr(plain, "bias", None)
@@ -550,15 +539,6 @@ def cut_model(model, tp, plan):
     return model
 
 
-def refuse_silent_mistakes(model, tp):
-    for name, module in model.named_modules():
-        drops = isinstance(module, nn.Dropout) and module.p > 0
-        assert not drops, f"{name}: ranks would draw masks of their own, also where x is whole."
-        cut = [key for key, p in module.named_parameters(recurse=False) if p in tp.cuts]
-        knows = isinstance(module, CutModule) or not cut
-        assert knows, f"{name} shares {cut} with a cut module: cut {name}, too."
-
-
 # ---- after backward
 
 
@@ -570,6 +550,14 @@ def sum_over_ranks(tensors, group):
     torch._foreach_copy_(tensors, [part.view_as(t) for t, part in zip(tensors, parts)])
 
 
+def group_of_sum(p, tp):
+    """-> the group whose ranks each make a summand of p's gradient, or None."""
+    if p in tp.cuts:
+        return tp.cuts[p].twins
+    # what is whole has seen this rank's heads, or 1/tp of the tokens
+    return tp.group if p in tp.inside or tp.cuts_x else None
+
+
 def sum_gradients(model, tp):
     """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
     has_some = any(p.grad is not None for p in model.parameters())
@@ -578,7 +566,7 @@ def sum_gradients(model, tp):
     assert not has_experts, "ranks have different experts: take hybrid_3d.py"
     by_group = defaultdict(list)  # {group: gradients}
     for p in model.parameters():
-        group = tp.group_of_sum(p)
+        group = group_of_sum(p, tp)
         if group and group.size() > 1 and p.grad is not None:
             by_group[group].append(p.grad)
     for group, gradients in by_group.items():
@@ -598,30 +586,7 @@ def gradient_norm(model, tp):
     return square.sqrt()
 
 
-def assert_alike(model, tp):
-    """Once, after the first sum_gradients: raises where ranks have different gradients of what is
-    whole. Then the plan lacks an `inside`, or ranks have drawn different dropout. SequenceParallel
-    has summed these: with it this sees nothing."""
-    found = {name: p for name, p in model.named_parameters() if p.grad is not None}
-    assert found, "no gradients here: hybrid_3d.py has its own assert_alike"
-    assert_same({name: p.grad for name, p in found.items() if p not in tp.cuts}, tp.group)
-
-
-def assert_same(tensors, group):
-    """{name: tensor}, of gradients, or x.double()."""
-    for name, t in tensors.items():
-        ends = torch.stack([t, -t])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group)  # each rank's own -> the largest
-        spread = ends.sum(0).norm()  # of largest - smallest
-        assert spread <= 1e-3 * t.norm(), f"{name} differs between ranks, or has a nan"
-
-
 # ---- pieces of any size, and whole tensors
-
-
-def copies_of(cut):
-    """-> how many ranks in a row have the same piece."""
-    return cut.twins.size() if cut.twins else 1
 
 
 def shard(t, cut, tp):
@@ -630,8 +595,8 @@ def shard(t, cut, tp):
     They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
     """
     assert t.shape[cut.dim] == cut.plain_size, f"{tuple(t.shape)}: not {cut.plain_size} to cut"
-    pieces = tp.size // copies_of(cut)
-    number = tp.rank // copies_of(cut)  # of this rank's piece
+    pieces = tp.size // cut.copies
+    number = tp.rank // cut.copies  # of this rank's piece
     each = math.ceil(cut.plain_size / pieces)
     first = min(number * each, cut.plain_size)
     count = min(each, cut.plain_size - first)
@@ -648,7 +613,7 @@ def unshard(t, cut, tp):
         return t
     pieces = t.new_empty(tp.size, *t.shape)
     all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
-    different = pieces[::copies_of(cut)].unbind()
+    different = pieces[::cut.copies].unbind()
     # contiguous: else a file of it would have the padding, too, or safetensors refuse it
     return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size).contiguous()
 
@@ -689,6 +654,46 @@ def load_full_state_dict(model, tp, state):
             t.data.copy_(piece)
     left = [name for name, t in model.named_buffers() if t.is_meta]
     assert not left, f"{left} are in no state_dict: make them on a device yourself"
+
+
+# ---- mistakes that nobody would see
+
+
+OPTIONS = "padding_idx", "max_norm", "scale_grad_by_freq", "sparse"  # of an nn.Embedding
+
+
+def refuse_options(plain):
+    options = [getattr(plain, name, None) for name in OPTIONS]
+    has_none = all(option is None or option is False for option in options)
+    is_plain = type(plain) in (nn.Linear, nn.Embedding) and "forward" not in vars(plain)
+    assert is_plain and has_none, f"{plain}: only a plain Linear or Embedding can be cut."
+
+
+def refuse_silent_mistakes(model, tp):
+    for name, module in model.named_modules():
+        drops = isinstance(module, nn.Dropout) and module.p > 0
+        assert not drops, f"{name}: ranks would draw masks of their own, also where x is whole."
+        cut = [key for key, p in module.named_parameters(recurse=False) if p in tp.cuts]
+        knows = isinstance(module, CutModule) or not cut
+        assert knows, f"{name} shares {cut} with a cut module: cut {name}, too."
+
+
+def assert_alike(model, tp):
+    """Once, after the first sum_gradients: raises where ranks have different gradients of what is
+    whole. Then the plan lacks an `inside`, or ranks have drawn different dropout. SequenceParallel
+    has summed these: with it this sees nothing."""
+    found = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    assert found, "no gradients here: hybrid_3d.py has its own assert_alike"
+    assert_same({name: p.grad for name, p in found.items() if p not in tp.cuts}, tp.group)
+
+
+def assert_same(tensors, group):
+    """{name: tensor}, of gradients, or x.double()."""
+    for name, t in tensors.items():
+        ends = torch.stack([t, -t])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group)  # each rank's own -> the largest
+        spread = ends.sum(0).norm()  # of largest - smallest
+        assert spread <= 1e-3 * t.norm(), f"{name} differs between ranks, or has a nan"
 
 
 # ---- more ranks than heads of keys and values: Qwen3-30B-A3B has 4, and 8 ranks are usual
@@ -916,7 +921,7 @@ def textbook(run, impl, model, tp):
     x = sent * b * N * run.cfg.width
     has_positions = model.pos is not None and model.pos.weight in tp.cuts
     positions = x / run.args.batch if has_positions else 0
-    groups = [(p.numel(), tp.group_of_sum(p)) for p in model.parameters()]
+    groups = [(p.numel(), group_of_sum(p, tp)) for p in model.parameters()]
     P = sum(numel for numel, _ in groups)
     G = sum(numel * (1 - 1 / group.size()) for numel, group in groups if group)
     sums = 2 * (b * G + s * sent * (3 * N + 1))  # 3 sums of the loss; the gradient norm

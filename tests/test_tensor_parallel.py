@@ -365,9 +365,9 @@ BUGS = [  # and where they show, if not in check_bug's usual case
     ("dist.all_reduce(sums, group=tp.group)", "pass"),
     ("dlogits[:, ctx.words:] = 0", "pass"),
     ("dlogits.scatter_add_(1, column, -here.to(dlogits.dtype))", "pass"),
-    ("return self.group if p in self.inside else None", "return None"),
-    ("return self.cuts[p].twins", "return None", "TensorParallel", 1),
-    (" if p in self.cuts else self.group", "", "SequenceParallel"),
+    ("return tp.group if p in tp.inside or", "return tp.group if"),
+    ("return tp.cuts[p].twins", "return None", "TensorParallel", 1),
+    (" or tp.cuts_x else None", " else None", "SequenceParallel"),
     ("trained if tp.rank % tp.holders(p) == 0]", "trained]"),
 ]
 
