@@ -189,7 +189,8 @@ def run_microbatches(model, x, y, valid):
 # ---- 2. the technique (copy this; of part 1 it takes nothing) ----------------
 
 # It needs common.py, pipeline_parallel.py, tensor_parallel.py and zero.py; to recompute layers also
-# amp_accum_ckpt.py, for cp context_parallel.py, for experts moe.py. This whole file needs them all.
+# amp_accum_ckpt.py (layer.forward = partial(full, layer.forward) before carve), for cp
+# context_parallel.py, for experts moe.py. This whole file needs them all.
 # What it adds to the idea, on rank 0 of the toy, dp 2 tp 2 pp 2:
 #     a buffer for a layer's gradients    34 all-reduces over dp -> 4, under way while backward
 #                                         makes the next layer's gradients
@@ -363,7 +364,7 @@ class Hybrid(nn.Module):
         here = {stage: stages[stage] for stage in mesh.stages}
         self.stages = nn.ModuleList(here.values())
         table = table_of(stages, tp, zero)
-        mine = set(self.parameters())
+        mine = set(self.stages.parameters())
         self.table = {p: row for p, row in table.items() if p in mine}  # ties in one order
         self.know_cuts()
         self.forget(table.keys() - self.table.keys())  # so that other stages can be freed
@@ -422,9 +423,14 @@ class Hybrid(nn.Module):
             return loss_sum(logits, y)
         return vocab_parallel_cross_entropy(logits, y, self.cut_of_head.plain_size, self.tp)
 
+    def named_parameters(self, *args, **options):
+        """By the whole model's names. What is tied has one, on all ranks."""
+        for name, p in super().named_parameters(*args, **options):
+            yield self.table[p].name if p in self.table else name, p
+
     def parameter_groups(self, groups=None):
-        """groups: what an optimizer takes, of hybrid.parameters(), such as by p.dim() -> dicts with
-        our masters, which are flat."""
+        """groups: what an optimizer takes, of hybrid.named_parameters(), such as by name or p.dim()
+        -> dicts with our masters, which are flat."""
         return groups_of_masters(self.units, groups)
 
     def zero_grad(self):

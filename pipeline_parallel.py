@@ -34,7 +34,7 @@ For a batch (b, T) a stage sends b T C numbers to each stage beside it on anothe
 Qi 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others are named at the schedules.
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
 without parameters; parameters replaced later; deepcopies of Stages; with Ws torch.compile of a
-stage, and torch's checkpoint but use_reentrant=True: it would run a block again for each Linear.
+stage, or torch's checkpoint: it runs a block again for each Linear, amp_accum_ckpt.py's full not.
 At work: torch.distributed.pipelining, part 4.
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
@@ -399,6 +399,7 @@ class Stages(nn.ModuleList):
         self.shared = {}  # {parameter that other ranks have, too: the group of its ranks}
         places = defaultdict(set)  # {parameter: its places in a pipeline}
         named = {}
+        names = {}  # {parameter: its name in the first stage that has it}
         for stage, module in enumerate(whole):
             for part in module.modules():
                 differs = hasattr(part, "tp") or hasattr(part, "is_of_experts")
@@ -406,8 +407,10 @@ class Stages(nn.ModuleList):
                     "ranks may have different pieces, or different experts: take hybrid_3d.py")
             for name, p in module.named_parameters():
                 places[p].add(home[stage])
+                names.setdefault(p, name)
                 assert named.setdefault(name, p) is p, (
                     f"two stages have a {name}: a state_dict would lose one; take slices, or carve")
+        self.names = {p: names[p] for _, p in super().named_parameters()}  # of this rank's alone
         new_group = cache(dist.new_group)  # one group for the same ranks
         for p in places:
             # those that have p, of all pipelines
@@ -418,6 +421,12 @@ class Stages(nn.ModuleList):
                     self.shared[p] = group
                     p.data = p.data.contiguous()  # a broadcast sends memory, whatever the strides
                     dist.broadcast(p.data, group=group, group_src=0)  # -> replicated
+
+    def named_parameters(self, *args, **options):
+        """By the whole model's names. What is tied has one, on all ranks: an optimizer's groups may
+        go by names."""
+        for name, p in super().named_parameters(*args, **options):
+            yield self.names.get(p, name), p
 
     def sum_and_clip(self, clip):
         """What is left to do between backward and the optimizer's step -> the gradient norm.
@@ -556,13 +565,12 @@ def full_state_dict(stages, group=None):
     return gather(mine, group)
 
 
-def full_gradients(stages, names, group=None):
-    """-> {name: gradient} of all that is trained, on every rank. names: {parameter: its name}, of
-    these stages alone: it would keep the memory of others'."""
+def full_gradients(stages, group=None):
+    """-> {name: gradient} of all that is trained, on every rank"""
     mine = {}
-    for p in stages.parameters():
+    for name, p in stages.named_parameters():
         if p.requires_grad:
-            mine[names[p]] = torch.zeros_like(p) if p.grad is None else p.grad
+            mine[name] = torch.zeros_like(p) if p.grad is None else p.grad
     return gather(mine, group)
 
 
@@ -1051,11 +1059,9 @@ def set_up(run, impl, plans, layers):
     args = run.args
     boundary = (args.batch // args.micro, run.cfg.seq, run.cfg.width), run.dtype, run.device
     plain = run.build()
-    name_of = {p: name for name, p in plain.named_parameters()}
     kind = Pipeline if impl == "torch" else SplitPipeline  # torch splits its Bs by itself
     stages, pipeline = parallelize(plain, plans, layers, *boundary, kind)
-    names = {p: name_of[p] for p in stages.parameters()}  # so that other stages can be freed
-    named = [(name, p) for p, name in names.items()]
+    named = list(stages.named_parameters())
     optimizer = run.optimizer(named)
     if args.schedule == "pipedream":
         pipeline = PipeDream(stages, plans, pipeline.mail, optimizer, args.clip or math.inf)
@@ -1070,7 +1076,7 @@ def set_up(run, impl, plans, layers):
     return run.side(
         model, optimizer, step, held_of=stages, evaluate=partial(evaluate, pipeline),
         pieces=partial(pieces_of, named, optimizer),
-        full_gradients=partial(full_gradients, stages, names),
+        full_gradients=partial(full_gradients, stages),
         full_state_dict=partial(full_state_dict, stages),
         watch=partial(watched, run, plans, pipeline))
 

@@ -693,7 +693,8 @@ def assert_same(tensors, group):
         ends = torch.stack([t, -t])
         dist.all_reduce(ends, dist.ReduceOp.MAX, group)  # each rank's own -> the largest
         spread = ends.sum(0).norm()  # of largest - smallest
-        assert spread <= 1e-3 * t.norm(), f"{name} differs between ranks, or has a nan"
+        assert spread <= 1e-3 * t.norm(), (
+            f"{name} differs between ranks (does the plan lack an inside?), or has a nan")
 
 
 # ---- more ranks than heads of keys and values: Qwen3-30B-A3B has 4, and 8 ranks are usual

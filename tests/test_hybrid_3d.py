@@ -357,11 +357,12 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
     state = hybrid.full_state_dict()
     other = {name: t + 1 for name, t in state.items()}
     ignored = {"lm_head.weight": None} if kind.get("tied") else {}  # it goes by its first name
+    assert not ignored.keys() & dict(hybrid.named_parameters()).keys()  # for groups by name
     hybrid.load_full_state_dict({**other, **ignored})
     compare(hybrid.full_state_dict(), other)
     hybrid.load_full_state_dict(state)
-    for loss, gradients, state in steps_of(hybrid, optimizer, copies):
-        yield loss, by_expert(gradients), by_expert(state)
+    for loss, *found in steps_of(hybrid, optimizer, copies):
+        yield loss, *map(by_expert, found)
 
 
 class Several:

@@ -240,8 +240,7 @@ def gathered(name, names, whole):
     if name == "pipeline_parallel":
         layers = ["tok", *[f"blocks.{i}" for i in range(len(whole.blocks))], "norm", "head"]
         section = importlib.import_module(name)
-        called = {p: name for name, p in names["layers"].named_parameters()}
-        found = section.full_gradients(model, called), section.full_state_dict(model)
+        found = section.full_gradients(model), section.full_state_dict(model)
         return [{re.sub(r"^\d+", lambda number: layers[int(number[0])], name): t
                  for name, t in of_kind.items()} for of_kind in found]
     return gradients_of(model), model.state_dict()
