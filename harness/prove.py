@@ -71,15 +71,15 @@ def prove(plain, parallel, tolerance=None):
         trouble = [f"parallel makes {len(ours)} steps, plain {count} or more"]
     precision = precision_of(max(ranks.exchange(max(map(eps_of, ours + theirs), default=0.0))))
     limits = TOLERANCES[precision]
-    if tolerance is not None:
-        limits = dict.fromkeys(limits, tolerance)
+    limits = limits if tolerance is None else dict.fromkeys(limits, tolerance)
     worst = {}  # {kind: (gap, name)}
+    noise = None if precision == "fp64" else {}  # see add_noise
     moved = False  # has plain had any gradient that is not zero?
     for number, (mine, wanted) in enumerate(itertools.zip_longest(ours, theirs[:len(ours)])):
         if not trouble:
             wanted = ranks.from_first(wanted)
             moved = moved or any(t.any() for t in wanted["gradient"].values())
-            trouble = judge(number, mine, wanted, limits, ranks, worst, precision == "fp64")
+            trouble = judge(number, mine, wanted, limits, ranks, worst, noise)
     if not trouble and not (moved and "parameter" in worst):
         trouble = ["nothing is proved: no parameters, or no gradients but zeros"]
     if ranks.rank == 0:
@@ -124,16 +124,18 @@ def snapshot(loss, gradients, parameters):
     return found
 
 
-def judge(number, ours, plain, limits, ranks, worst, is_exact):
-    """Two snapshots of a step, plain's from rank 0 -> what is wrong, in lines. Updates worst."""
+def judge(number, ours, plain, limits, ranks, worst, noise):
+    """Two snapshots of a step, plain's from rank 0 -> what is wrong, in lines. Updates worst, and
+    noise, if it is not None."""
     trouble = []
     for kind, limit in limits.items():
-        noise = set()
-        if kind == "parameter" and not is_exact:
-            noise = without_direction(plain["gradient"])
+        left_out = {}
+        if kind == "parameter" and noise is not None:
+            add_noise(noise, plain["gradient"], limits["gradient"] / 4)
+            left_out = noise
         found = {}
         if kind != "loss" or (ours[kind] and plain[kind]):  # a loss need not be told
-            found = differences(ours[kind], plain[kind], limit, ranks.size, noise)
+            found = differences(ours[kind], plain[kind], limit, ranks.size, left_out)
         lines = merge(ranks.exchange(found), limit, kind, worst)
         if lines:
             heading = f"step {number}, {kind}: {len(lines)} of {len(found)} differ"
@@ -177,11 +179,12 @@ def tell(trouble, worst, precision, steps):
 # ---- two sets of tensors -------------------------------------------------------
 
 
-def differences(ours, plain, limit, ranks, noise=()):
+def differences(ours, plain, limit, ranks, noise=None):
     """Two {name: tensor} -> {name: (gap, in words what a gap above limit looks like, a size)}.
 
     The gap is max|ours - plain| / max|plain|. NaN is infinitely far, and so is what one side lacks.
-    No denominator is below FLOOR times the largest max|plain|. noise: names that are not judged.
+    No denominator is below FLOOR times the largest max|plain|. noise: {name: mask of elements that
+    are not judged}.
     """
     sizes = {name: largest(t) for name, t in plain.items()}
     floor = FLOOR * max(sizes.values(), default=0.0)
@@ -194,10 +197,12 @@ def differences(ours, plain, limit, ranks, noise=()):
         elif ours[name].shape != plain[name].shape:
             shapes = f"{tuple(ours[name].shape)}, not {tuple(plain[name].shape)}"
             found[name] = math.inf, f"has the shape {shapes}: a piece that nobody gathers?", 0.0
-        elif name not in noise:
+        else:
             scale = max(sizes[name], floor)
             mine = ours[name].double()
             theirs = plain[name].double()
+            if noise and name in noise:
+                mine = torch.where(noise[name], theirs, mine)
             gap = gap_of(mine, theirs, scale)
             words = looks_like(mine, theirs, limit * scale, ranks) if gap > limit else ""
             found[name] = gap, words, mine.abs().sum().item()
@@ -222,6 +227,8 @@ def looks_like(ours, plain, limit, ranks):
     """In words: how do two tensors of fp64 differ? limit: of |ours - plain|, below is rounding."""
     if not ours.isfinite().all():
         return "is not finite"
+    if not plain.isfinite().all():
+        return "is finite, but plain's is not"
     for dim, lines in zip(range(plain.dim()), ("rows", "columns")):
         size = plain.shape[dim]
         wrong = ((ours - plain).abs() > limit).transpose(0, dim).reshape(size, -1).any(1).nonzero()
@@ -255,10 +262,14 @@ def pattern(ours, plain, ranks):
     return f"{words}: another clipping, loss scale, rate or number of targets"
 
 
-def without_direction(gradients):
-    """-> names of gradients that are zero but for rounding, of which Adam makes whole steps."""
+def add_noise(noise, gradients, part):
+    """Notes the elements that are mostly rounding, of which Adam makes whole steps all the same:
+    those up to this part of their tensor's largest, or FLOOR of all tensors'. noise: {name: mask}
+    """
     floor = FLOOR * max(map(largest, gradients.values()), default=0.0)
-    return {name for name, t in gradients.items() if largest(t) <= floor}
+    for name, t in gradients.items():
+        mask = t.abs() <= max(floor, part * largest(t))
+        noise[name] = mask | noise.get(name, mask)
 
 
 def eps_of(snapshot):
@@ -317,7 +328,7 @@ class Ranks:
         received = self.exchange(shapes)[0]
         for kind, tensors in received.items():
             for name, shape in tensors.items():
-                tensors[name] = torch.empty(shape, dtype=torch.float64)
+                tensors[name] = torch.empty(shape, dtype=torch.float64, device="cpu")
                 if snapshot is not None:
                     tensors[name].copy_(snapshot[kind][name])
                 dist.broadcast(tensors[name], 0, group=self.group)

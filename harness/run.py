@@ -94,8 +94,8 @@ class Side:
         """What bench shows of it, on this rank."""
         memory = self.ledger.memory
         of_all = self.ledger.collectives.values()
-        blocks = [statistics.median(self.times[i:i + BLOCK])
-                  for i in range(0, len(self.times), BLOCK)]
+        times = self.times[:-1] or self.times  # the ledger slows the last one down
+        blocks = [statistics.median(times[i:i + BLOCK]) for i in range(0, len(times), BLOCK)]
         held = sum(memory[kind] for kind in ("parameters", "gradients", "optimizer"))
         return dict(calls=sum(c["calls"] for c in of_all), wire=sum(c["wire"] for c in of_all),
                     held=held, peak=memory["peak"], ms_per_step=self.ms(), block_ms=blocks)
@@ -600,7 +600,8 @@ class Run:
         """-> floating-point operations per second that the model needs, and of the GPUs' peak.
 
         6 for each parameter that a token is multiplied with, 12 L H D T for scores and sums of
-        attention (Chowdhery 2022, PaLM, arXiv:2204.02311, appendix B). Recomputation is no need.
+        attention (Chowdhery 2022, PaLM, arXiv:2204.02311, appendix B). Recomputation is no need. With
+        --train as if nothing were frozen.
         """
         cfg = self.cfg
         multiplied = self.total - self.idle

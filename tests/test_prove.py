@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from common import PRESETS, build, loss_sum
 from conftest import check_each, run_ranks
 from harness.prove import prove
 from others import gradients_of
@@ -96,6 +97,28 @@ def check_right():
     assert prove(plain, training(mistake="rate"), tolerance=1.0)
 
 
+def of_bf16(rate, n=1, rank=0):
+    """A GPT-2 in bf16, whose biases begin as 0: AdamW makes whole steps of rounding."""
+    model = build(PRESETS["toy"]._replace(layers=2, width=64, seq=32), 0, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), rate)
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = torch.randint(256, (8, 33), generator=rng).chunk(n)[rank]
+        (loss_sum(model(x[:, :-1]), x[:, 1:]) / 256).backward()
+        for p in model.parameters():
+            if n > 1:
+                dist.all_reduce(p.grad)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        yield None, gradients_of(model), model.state_dict()
+
+
+def check_bf16():
+    for rate, is_right in (1e-3, True), (2e-3, False), (0.0, False):
+        assert prove(lambda: of_bf16(1e-3), partial(of_bf16, rate, 2, dist.get_rank())) == is_right
+
+
 def check_mistake(mistake, where, words):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -107,6 +130,7 @@ def check_mistake(mistake, where, words):
 
 def test_right_and_wrong():
     run_ranks(check_right, 2)
+    run_ranks(check_bf16, 2)
     run_ranks(check_each, 2, check_mistake, MISTAKES)
 
 
