@@ -600,7 +600,7 @@ class Run:
         """-> floating-point operations per second that the model needs, and of the GPUs' peak.
 
         6 for each parameter that a token is multiplied with, 12 L H D T for scores and sums of
-        attention (Chowdhery 2022, PaLM, arXiv:2204.02311, appendix B). Recomputation is no need, and
+        attention (Chowdhery 2022, PaLM, arXiv:2204.02311, appendix B). Recomputation is no need.
         --train is not looked at.
         """
         cfg = self.cfg
