@@ -486,8 +486,7 @@ class Ulysses(ContextParallel):
 
 
 def sum_gradients(parameters, group=None):
-    """Once a step, after the last backward. What no rank has used gets gradients of 0. It is the
-    same as amp_accum_ckpt.py's."""
+    """Once a step, after the last backward. What no rank has used gets gradients of 0."""
     trained = [p for p in parameters if p.requires_grad]
     for p in trained:
         if p.grad is None:  # not used by this rank's tokens; the others wait for its summand

@@ -51,7 +51,7 @@ from common import loss_sum
 from pipeline_parallel import (
     Mail, SplitPipeline, gather, homes, make_plans, split, split_linear)
 from tensor_parallel import (
-    ColumnLinear, ColumnParallel, Cut, RowLinear, SequenceParallel, TensorParallel, assert_same,
+    ColumnLinear, ColumnParallel, Cut, RowLinear, TensorParallel, assert_same,
     vocab_parallel_cross_entropy)
 from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, scale_to_norm, step_by_units, units_of
 from zero import load_full_state_dict as load_parts
@@ -76,6 +76,7 @@ import pipeline_parallel
 from common import adamw, share
 from moe import one_by_one
 from pipeline_parallel import CHAIN, HandsOn, carve
+from tensor_parallel import SequenceParallel
 from zero import held
 
 # ---- 1. the idea -------------------------------------------------------------
@@ -284,7 +285,7 @@ def fates(sp, zero):
 def kind_of(p, owner, tp):
     """owner: the module that has the parameter."""
     if getattr(owner, "is_of_experts", False):  # a StackedLinear of moe.py
-        assert tp.size == 1 or isinstance(tp, SequenceParallel), (
+        assert tp.size == 1 or tp.cuts_x, (
             "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
         return "expert"
     if p in tp.cuts:
@@ -301,7 +302,7 @@ Row = namedtuple("Row", "name kind fate")
 
 def table_of(stages, tp, zero):
     """All stages of a model -> {parameter: its Row}."""
-    of_kind = fates(isinstance(tp, SequenceParallel), zero)
+    of_kind = fates(tp.cuts_x, zero)
     of_stages = [set(stage.parameters()) for stage in stages]
     table = {}
     named = {}
@@ -353,7 +354,6 @@ class Hybrid(nn.Module):
                  reduce_dtype=None, ring=None):
         super().__init__()
         guard(stages, mesh, tp, layers, head, zero, ring)  # only refuses
-        self.mesh = mesh
         self.tp = tp
         self.ring = ring
         self.loss = loss or self.cross_entropy
@@ -407,7 +407,7 @@ class Hybrid(nn.Module):
             y = y[:, tokens]
         M = self.pipeline.microbatches
         rows, length = x.shape
-        cuts = self.tp.size if isinstance(self.tp, SequenceParallel) else 1
+        cuts = self.tp.size if self.tp.cuts_x else 1
         assert rows % M == 0 and length % cuts == 0, (
             f"{rows} rows, T/cp {length}: pad to multiples of {M} and {cuts}, with targets of -100")
         self.pipeline.mail.size = torch.Size((rows // M, length // cuts, self.width))
@@ -512,8 +512,7 @@ def guard(stages, mesh, tp, layers, head, zero, ring):
     assert known.issuperset(layers), "layers: modules of the stages, each of them a unit"
     alternates = mesh.plans == make_plans("1f1b", 1, len(mesh.plans[0]) // 2)
     assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
-    is_whole = head.weight not in tp.cuts
-    assert tp.size == 1 or not isinstance(tp, SequenceParallel) or not is_whole, (
+    assert tp.size == 1 or not tp.cuts_x or head.weight in tp.cuts, (
         "a head that is not cut would see T/tp tokens: take TensorParallel")
     for stage in stages:
         for module in stage.modules():

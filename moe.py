@@ -35,8 +35,8 @@ Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "S
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
 2024, "Mixtral", arXiv:2401.04088 (gated experts); DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2.
 Not for: experts that are not MLPs of nn.Linear, or partly frozen; dense layers that only some ranks
-use; evaluation on some ranks alone; fp16, loss scalers; deepcopies; ddp.py, zero.py, fsdp.py, tp
-(but see hybrid_3d.py); two backwards through one forward; padding: it is routed, too. See part 4.
+use; evaluation on some ranks alone; fp16, loss scalers; deepcopies; ddp.py, zero.py, fsdp.py,
+tensor_parallel.py (but see hybrid_3d.py); two backwards of a forward; padding: routed. See part 4.
     torchrun --standalone --nproc_per_node=2 moe.py
 """
 import math
@@ -364,9 +364,9 @@ class StackedLinear(nn.Module):
         """On GPUs in bf16. The kernel has no biases, and needs widths that are multiples of 8. On
         Blackwell it makes gradients for experts without rows (pytorch's issue 172439)."""
         fits = all(size % 8 == 0 for size in self.weight.shape[1:])
-        is_right = not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0))
-        on_gpu = rows.is_cuda and is_right
-        return on_gpu and rows.dtype == torch.bfloat16 and fits and self.bias is None
+        is_old = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (10, 0)
+        in_bf16 = rows.is_cuda and rows.dtype == torch.bfloat16
+        return in_bf16 and is_old and fits and self.bias is None
 
 
 class Experts(nn.Module):

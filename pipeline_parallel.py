@@ -399,7 +399,6 @@ class Stages(nn.ModuleList):
         self.shared = {}  # {parameter that other ranks have, too: the group of its ranks}
         places = defaultdict(set)  # {parameter: its places in a pipeline}
         named = {}
-        names = {}  # {parameter: its name in the first stage that has it}
         for stage, module in enumerate(whole):
             for part in module.modules():
                 differs = hasattr(part, "tp") or hasattr(part, "is_of_experts")
@@ -407,9 +406,9 @@ class Stages(nn.ModuleList):
                     "ranks may have different pieces, or different experts: take hybrid_3d.py")
             for name, p in module.named_parameters():
                 places[p].add(home[stage])
-                names.setdefault(p, name)
                 assert named.setdefault(name, p) is p, (
                     f"two stages have a {name}: a state_dict would lose one; take slices, or carve")
+        names = {p: name for name, p in reversed(named.items())}  # in the first stage that has it
         self.names = {p: names[p] for _, p in super().named_parameters()}  # of this rank's alone
         new_group = cache(dist.new_group)  # one group for the same ranks
         for p in places:

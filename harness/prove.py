@@ -129,10 +129,9 @@ def judge(number, ours, plain, limits, ranks, worst, noise):
     noise, if it is not None."""
     trouble = []
     for kind, limit in limits.items():
-        left_out = {}
-        if kind == "parameter" and noise is not None:
+        left_out = noise if kind == "parameter" else None
+        if left_out is not None:
             add_noise(noise, plain["gradient"], limits["gradient"] / 4)
-            left_out = noise
         found = {}
         if kind != "loss" or (ours[kind] and plain[kind]):  # a loss need not be told
             found = differences(ours[kind], plain[kind], limit, ranks.size, left_out)
@@ -264,11 +263,15 @@ def pattern(ours, plain, ranks):
 
 def add_noise(noise, gradients, part):
     """Notes the elements that are mostly rounding, of which Adam makes whole steps all the same:
-    those up to this part of their tensor's largest, or FLOOR of all tensors'. noise: {name: mask}
+    those up to this part of their tensor's largest, or all, if that is below FLOOR of all tensors'.
+    Rows of zeros, as of words that are not in the batch, are no rounding. noise: {name: mask}
     """
     floor = FLOOR * max(map(largest, gradients.values()), default=0.0)
     for name, t in gradients.items():
-        mask = t.abs() <= max(floor, part * largest(t))
+        most = largest(t)
+        mask = t.abs() <= (most if most <= floor else part * most)
+        if most > floor and t.dim() > 1:
+            mask &= t.any(-1, keepdim=True)
         noise[name] = mask | noise.get(name, mask)
 
 

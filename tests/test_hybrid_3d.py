@@ -379,7 +379,7 @@ class Several:
 def steps_of(hybrid, optimizer, copies):
     """Those of others.trained -> after each loss, gradients, the state."""
     for step in range(2):
-        x, y = [t.chunk(copies)[hybrid.mesh.place["dp"]] for t in whole_batch(step)]
+        x, y = [t.chunk(copies)[dist.get_rank(hybrid.group["dp"])] for t in whole_batch(step)]
         loss, _ = hybrid_3d.train_step(hybrid, optimizer, x, y, torch.tensor(1), 0.5)
         dist.all_reduce(loss)
         yield loss, hybrid.full_gradients(), hybrid.full_state_dict()

@@ -168,6 +168,13 @@ def test_nothing_proved():
     run_ranks(check_nothing_proved, 2)
 
 
+def without_gradient(change):
+    """A row has none: what becomes of it is no rounding."""
+    gradient = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    yield None, {"rows": gradient}, {"rows": torch.tensor([[1.0, 1.0], [1.0, change]])}
+
+
 def test_alone():
+    assert not prove(partial(without_gradient, 1.0), partial(without_gradient, 2.0))
     assert prove(plain, plain)
     assert not prove(plain, lambda: cut(plain, 1))
