@@ -306,6 +306,7 @@ def check_chain():
     """A chain's stages are the whole model, in pieces: its own forward, parameters by its names."""
     module = copied("pipeline_parallel")
     model = Llama(layers=3, tied=True)
+    model.forward = partial(model.forward)  # such as somebody's wrapper
     chain = module.Chain(first=["embed_tokens"], layers="layers", last=["norm", "lm_head"],
                          call=lambda forward, x: forward(x)["logits"])
     stages = module.carve(model, chain, [0, 1, 2])
@@ -316,7 +317,7 @@ def check_chain():
     assert torch.equal(y, model(x)["logits"])
     names = {name for stage in stages for name, _ in stage.named_parameters()}
     assert names == {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    assert "forward" not in vars(model) and len(model.layers) == 3
+    assert len(model.layers) == 3
     module.assert_carves(model, chain, torch.randn(2, 4, 12))
     with pytest.raises(AssertionError, match="name modules for what"):  # all stages would norm
         module.assert_carves(model, chain._replace(last=["lm_head"]), torch.randn(2, 4, 12))
@@ -331,9 +332,6 @@ def check_chain():
     torch.testing.assert_close(model.state_dict(), whole)
     with pytest.raises(AssertionError, match="embed is no module"):  # all stages would embed
         module.carve(model, chain._replace(first=["embed"]), [1, 2])
-    model.forward = partial(model.forward)
-    with pytest.raises(AssertionError, match="replace it after carve"):
-        module.carve(model, chain, [1, 2])
 
 
 def test_a_chain_is_cut_into_stages():
