@@ -175,6 +175,15 @@ def attend_block(q, k, v, causal, is_same):
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
+def merge(out, lse, block_out, block_lse):
+    """Adds a block, in place, to what out and lse have of other blocks."""
+    # In the softmax over all of these keys those of the block together have the share
+    # e^block_lse / (e^block_lse + e^lse), a sigmoid; it is 1 where lse is still -inf
+    share = torch.sigmoid(block_lse - lse)
+    out.lerp_(block_out.to(out.dtype), share.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, block_lse))
+
+
 def attend_block_backward(dout, q, out, lse, k, v, causal, is_same):
     """-> dq, dk, dv of one block.
 
@@ -218,32 +227,23 @@ def scores_of(q, k, causal, is_same):
 class ContextParallel:
     """The ranks that share each sequence. The classes below add attend()."""
 
+    chunks_each = 1  # on a rank; 2: one of them sees little, and one sees much
+
     def __init__(self, group=None):
         self.group = group  # None: the world
         self.cp_rank = dist.get_rank(group)
         self.cp = dist.get_world_size(group)
 
-    @staticmethod
-    def chunks(rank, cp):
-        """Which chunks a rank has; here one of cp."""
-        return [rank]
+    def chunks(self, rank):
+        """Which of the cp * chunks_each chunks a rank has."""
+        return [rank, 2 * self.cp - 1 - rank][:self.chunks_each]
 
-    def positions(self, T, device=None):
-        """As the idea's."""
-        return self.positions_of(self.cp_rank, self.cp, T, device)
-
-    @classmethod
-    def positions_of(cls, rank, cp, T, device=None):
-        chunks = cls.chunks(rank, cp)
-        count = cp * len(chunks)
+    def positions(self, T, device=None, rank=None):
+        """As the idea's. rank: among those of the group; None: this one"""
+        count = self.cp * self.chunks_each
         assert T % count == 0, f"{T} tokens do not divide into {count} chunks: pad the end"
-        by_chunk = torch.arange(T, device=device).view(count, -1)
-        return torch.cat([by_chunk[chunk] for chunk in chunks])
-
-
-def early_and_late(rank, cp):
-    """The chunks of AllGather and Zigzag: of 2 cp one that sees little, and one that sees much."""
-    return [rank, 2 * cp - 1 - rank]
+        chunks = self.chunks(self.cp_rank if rank is None else rank)
+        return torch.arange(T, device=device).view(count, -1)[chunks].flatten()
 
 
 def seen(mine, theirs, tokens):
@@ -252,7 +252,7 @@ def seen(mine, theirs, tokens):
     -> (first, count, causal): queries from number `first` on see the first `count` keys, and the
     queries before it none. If causal, query i sees of these only keys 0 to i.
 
-    Pairs of early_and_late are nested. Of mine 0,7 and theirs 3,4: 0 is before both, blind, and
+    Pairs are nested, here of 8 chunks. Of mine 0,7 and theirs 3,4: 0 is before both, blind, and
     both are visible to 7. Of mine 2,5 and theirs 1,6: none is blind, and 1 is visible to both.
     """
     assert tokens % len(mine) == 0, f"{tokens} tokens on a rank are not {len(mine)} equal chunks"
@@ -284,13 +284,12 @@ class Blockwise(ContextParallel):
 
     def seen_of(self, source, tokens, documents):
         """`seen`, of this rank's queries and another's keys -> first, count, causal, is_same."""
-        mine = self.chunks(self.cp_rank, self.cp)
-        first, count, causal = seen(mine, self.chunks(source, self.cp), tokens)
+        first, count, causal = seen(self.chunks(self.cp_rank), self.chunks(source), tokens)
         if documents is None:
             return first, count, causal, None
         T = documents.shape[1]
         queries = documents[:, self.positions(T, documents.device)[first:]]
-        keys = documents[:, self.positions_of(source, self.cp, T, documents.device)[:count]]
+        keys = documents[:, self.positions(T, documents.device, source)[:count]]
         return first, count, causal, queries.unsqueeze(2) == keys.unsqueeze(1)
 
 
@@ -307,12 +306,8 @@ class BlockwiseAttention(torch.autograd.Function):
             if count == 0:
                 continue
             k, v = kv[..., :count, :]
-            block_out, block_lse = attend_block(q[:, :, first:], k, v, causal, is_same)
-            # In the softmax over all keys so far these keys together have the share
-            # e^block_lse / (e^block_lse + e^lse), a sigmoid; it is 1 where lse is still -inf
-            share = torch.sigmoid(block_lse - lse[:, :, first:])
-            out[:, :, first:].lerp_(block_out.to(out.dtype), share.unsqueeze(-1))
-            lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
+            block = attend_block(q[:, :, first:], k, v, causal, is_same)
+            merge(out[:, :, first:], lse[:, :, first:], *block)
         out = out.to(q.dtype)
         ctx.ranks = ranks
         ctx.save_for_backward(q, out, lse, own_kv, documents)
@@ -342,7 +337,7 @@ class BlockwiseAttention(torch.autograd.Function):
 class AllGather(Blockwise):
     """K and V are gathered, and in backward gathered anew."""
 
-    chunks = staticmethod(early_and_late)
+    chunks_each = 2
 
     def bring(self, own_kv):
         all_kv = own_kv.new_empty(self.cp, *own_kv.shape)
@@ -357,26 +352,27 @@ class AllGather(Blockwise):
         reduce_scatter(own_dkv.view(-1), all_dkv.view(-1), group=self.group)  # partial -> sharded
 
 
-class Exchange:
-    """A tensor goes to the next rank of the ring while that of the rank before comes here."""
+def pass_on(tensor, group):
+    """Begins to send a tensor to the next rank of the ring.
 
-    def __init__(self, tensor, group):
-        after = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-        before = (dist.get_rank(group) - 1) % dist.get_world_size(group)
-        self.device = tensor.device
-        if dist.get_backend(group) == "gloo":
-            tensor = tensor.cpu()  # else ranks could not share a GPU
-        self.sent = tensor  # it must live, unchanged, until wait()
-        self.received = torch.empty_like(tensor)
-        self.works = dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, self.sent, group=group, group_peer=after),
-            dist.P2POp(dist.irecv, self.received, group=group, group_peer=before)])
+    -> a function that waits until it is sent, and returns what has come from the rank before
+    """
+    device = tensor.device
+    if dist.get_backend(group) == "gloo":
+        tensor = tensor.cpu()  # else ranks could not share a GPU
+    received = torch.empty_like(tensor)
+    rank = dist.get_rank(group)
+    cp = dist.get_world_size(group)
+    works = dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % cp),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % cp)])
 
-    def wait(self):
-        """-> what has come from the rank before."""
-        for work in self.works:
+    def wait(sent=tensor):  # so it lives until then
+        for work in works:
             work.wait()
-        return self.received.to(self.device)
+        return received.to(device)
+
+    return wait
 
 
 class Ring(Blockwise):
@@ -391,30 +387,30 @@ class Ring(Blockwise):
     def bring(self, kv):
         # this rank's own, then those of the rank before it, ..
         for hop in range(self.cp - 1):
-            passing = Exchange(kv, self.group)  # under way while the caller computes with kv
+            wait = pass_on(kv, self.group)  # under way while the caller computes with kv
             yield (self.cp_rank - hop) % self.cp, kv
-            kv = passing.wait()
+            kv = wait()
         yield (self.cp_rank + 1) % self.cp, kv  # the last one is passed on to nobody
 
     def bring_back(self, own_kv, own_dkv):
-        passing = None  # a sum that comes here, while this rank's summand is made
+        wait = None  # for a sum that comes here, while this rank's summand is made
         for source, kv in self.bring(own_kv):
             if source == self.cp_rank:  # hop 0
                 yield source, kv, own_dkv
                 continue
             dkv = torch.zeros_like(own_dkv)  # sent even if 0: the next rank waits
             yield source, kv, dkv
-            if passing:
-                dkv += passing.wait()  # of the ranks that had these K and V before
-            passing = Exchange(dkv, self.group)  # to the rank that has them at the next hop
-        if passing:
-            own_dkv += passing.wait()  # partial -> sharded
+            if wait:
+                dkv += wait()  # of the ranks that had these K and V before
+            wait = pass_on(dkv, self.group)  # to the rank that has them at the next hop
+        if wait:
+            own_dkv += wait()  # partial -> sharded
 
 
 class Zigzag(Ring):
     """The ring with equal work for all."""
 
-    chunks = staticmethod(early_and_late)
+    chunks_each = 2
 
 
 # 4. Kernels, which scaled_dot_product_attention hides: they make no scores, and return the lse.
@@ -595,7 +591,7 @@ def refuse(args, require):
     cp = args.world_size
     seq = args.cfg.seq
     kind = Idea if args.impl == "idea" else KINDS[args.attn]
-    chunks = cp * len(kind.chunks(0, cp))
+    chunks = cp * kind.chunks_each
     require(seq % chunks == 0, f"--seq {seq} does not divide into {chunks} chunks, for {cp} ranks")
     require(kind is not Ulysses or args.cfg.kv_heads % cp == 0,
             f"--attn ulysses: {cp} ranks cannot share {args.cfg.kv_heads} heads of keys and values")

@@ -1022,7 +1022,7 @@ def refuse(args, require):
     sharing = tp * args.cp if args.attn == "ulysses" else tp  # ranks that share the heads
     chunks = 1  # of the sequence, on a rank
     if args.cp > 1:
-        chunks = len(context_parallel.KINDS[args.attn].chunks(0, args.cp))
+        chunks = context_parallel.KINDS[args.attn].chunks_each
     for what, size, parts in (
         ("heads:", args.heads, sharing),
         ("heads of keys and values, or tp:", max(args.kv_heads, tp), min(args.kv_heads, tp)),
@@ -1078,42 +1078,41 @@ def notes(model):
     return {"bias_units": [found[layer].tolist() for layer in sorted(found)]}
 
 
-def build_mixture(run):
-    routed = None if run.dry else sources(run.args, run.device)  # a dry run's are not looked at
+def build_mixture(run, ring):
+    # a dry run does not look at them
+    routed = None if run.dry else sources(run.args, run.device, ring)
     return moe.build_plain(run, routed)
 
 
-def sources(args, device):
+def sources(args, device, ring):
     """-> [micro-batch][rank]: the tokens that the rank routes, numbered 0 to B T - 1"""
     numbers = torch.arange(args.batch * args.seq, device=device)
     numbers = numbers.view(args.dp, args.micro, -1, args.seq)
     found = [[] for _ in range(args.micro)]
     for dp_rank, m, cp_rank in product(range(args.dp), range(args.micro), range(args.cp)):
         here = numbers[dp_rank, m]
-        if args.cp > 1:
-            kind = context_parallel.KINDS[args.attn]
-            here = here[:, kind.positions_of(cp_rank, args.cp, args.seq, device)]  # (B', T')
+        if ring:
+            here = here[:, ring.positions(args.seq, device, cp_rank)]  # (B', T')
         found[m] += [piece.flatten() for piece in here.chunk(args.tp, 1)]
     return found
 
 
-def set_up(run, impl, mesh, grid, layers):
+def set_up(run, impl, mesh, grid, layers, ring):
     """-> a Side: what the run steps, judges and saves, see harness/run.py."""
     plain = run.build()
     if impl == "idea":
         return set_up_idea(run, plain, grid, layers)
     if impl == "torch":
         return set_up_at_work(run, plain, mesh, layers)
-    return set_up_ours(run, plain, mesh, layers)
+    return set_up_ours(run, plain, mesh, layers, ring)
 
 
-def set_up_ours(run, plain, mesh, layers):
+def set_up_ours(run, plain, mesh, layers, ring):
     from amp_accum_ckpt import CHECKPOINT
     from harness.whole import wholes_of_units_of_cuts
 
     args = run.args
     autocast = torch.autocast(run.device.type, torch.bfloat16) if args.amp == "bf16" else None
-    ring = context_parallel.KINDS[args.attn](mesh.group["cp"]) if args.cp > 1 else None
     model = parallelize(
         plain, mesh, layers, sp=args.sp, ring=ring, autocast=autocast, zero=args.zero,
         recompute=CHECKPOINT[args.ckpt])
@@ -1199,8 +1198,11 @@ def main():
     args = arguments(__doc__, FLAGS, presets=moe.PRESETS)
     plans = layout(args)
     layers = pipeline_parallel.split_layers(args.layers, len(homes(plans)))
-    run = Run(args, build_plain=build_mixture if args.experts else None)
+    run = Run(args)
     mesh = Mesh(plans, args.dp, args.cp, args.tp, args.ep)
+    ring = context_parallel.KINDS[args.attn](mesh.group["cp"]) if args.cp > 1 else None
+    if args.experts:
+        run.build_plain = partial(build_mixture, ring=ring)
     grid = make_grid(args.dp, args.tp, args.pp) if "idea" in run.impls else None
     if run.dry:
         tensor_parallel.new_group = dist.new_group  # there are no others
@@ -1210,7 +1212,7 @@ def main():
         moe.read_counts = moe.balanced_counts
     pipeline_parallel.refuse_shared_gpus(run, args.pp)
     with run:
-        sides = {impl: set_up(run, impl, mesh, grid, layers) for impl in run.impls}
+        sides = {impl: set_up(run, impl, mesh, grid, layers, ring) for impl in run.impls}
         picture(run, plans, layers)
         run.train(sides, rows=share(args.batch, args.dp, mesh.place["dp"]))
         model = sides[run.impls[0]].model
