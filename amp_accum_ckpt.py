@@ -169,47 +169,11 @@ def sum_gradients(parameters, group=None):
         p.grad.copy_(part.view_as(p))
 
 
-# ---- what the graph keeps
+# ---- full: recompute, for any forward
 
 # The idea makes one node of a block. Here the graph stays as autograd makes it, of any forward, but
 # keeps less: autograd hands each tensor that backward will want to a pair of hooks. The graph keeps
 # what pack(tensor) returns, and unpack() has to make the tensor of it again.
-# What a checkpoint keeps goes through the hooks around it: so it may lie within another.
-
-
-def hooks_around():
-    """-> the pack and unpack in force, such as save_on_cpu's, or what autograd does without any."""
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
-    return pair or (pack_checked, unpack_checked)
-
-
-def pack_checked(tensor):
-    """Detached: else softmax's node, which keeps its result, would keep itself."""
-    return tensor.detach(), tensor._version  # _version counts changes in place
-
-
-def unpack_checked(packed):
-    tensor, version = packed
-    assert tensor._version == version, "changed in place, but backward needs what it was"
-    return tensor
-
-
-def keep(x, hooks):
-    """-> a function that returns x again, a tensor or what else forward is called with.
-
-    Of nested pairs of hooks autograd calls the innermost alone: so the checkpoint hands what it
-    keeps to the pair around it.
-    """
-    if not torch.is_tensor(x):
-        return lambda: x
-    pack, unpack = hooks
-    with torch.no_grad():  # as autograd calls it
-        packed = pack(x)
-    requires_grad = x.requires_grad
-    return lambda: unpack(packed).detach().requires_grad_(requires_grad)
-
-
-# ---- full: recompute, for any forward
 
 # torch.compile leaves these alone: it might compile one run of forward and not the other, and the
 # two would keep different tensors.
@@ -257,8 +221,8 @@ class Rerun:
 
     def __init__(self, forward, inputs, keywords):
         leaves, self.structure = tree_flatten((inputs, keywords))  # tensors, also within tuples, ..
-        hooks = hooks_around()  # those of a checkpoint around this one, see keep
-        self.inputs = [keep(x, hooks) for x in leaves]
+        hooks = hooks_around()
+        self.inputs = [keep(x, hooks) for x in leaves]  # see below
         self.forward = forward
         self.surroundings = surroundings(leaves)
         self.slots = []  # those to be filled, in the order of forward
@@ -315,6 +279,41 @@ def surroundings(inputs):
     return as_now
 
 
+# ---- what a checkpoint keeps
+
+
+def hooks_around():
+    """-> the pack and unpack in force, such as save_on_cpu's, or what autograd does without any."""
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
+    return pair or (pack_checked, unpack_checked)
+
+
+def pack_checked(tensor):
+    """Detached: else softmax's node, which keeps its result, would keep itself."""
+    return tensor.detach(), tensor._version  # _version counts changes in place
+
+
+def unpack_checked(packed):
+    tensor, version = packed
+    assert tensor._version == version, "changed in place, but backward needs what it was"
+    return tensor
+
+
+def keep(x, hooks):
+    """-> a function that returns x again, a tensor or what else forward is called with.
+
+    Of nested pairs of hooks autograd calls the innermost alone. So what a checkpoint keeps it hands
+    to the pair around it, and may lie within another.
+    """
+    if not torch.is_tensor(x):
+        return lambda: x
+    pack, unpack = hooks
+    with torch.no_grad():  # as autograd calls it
+        packed = pack(x)
+    requires_grad = x.requires_grad
+    return lambda: unpack(packed).detach().requires_grad_(requires_grad)
+
+
 # ---- selective: the results of cheap operations alone are made again
 
 aten = torch.ops.aten
@@ -330,6 +329,7 @@ CHEAP = {
 }
 
 
+@eager
 def selective(forward, *inputs, **keywords):
     """forward(*inputs, **keywords), of which no result of a CHEAP operation is kept (Chen 4.2).
 
@@ -424,16 +424,13 @@ def loss_in_chunks(loss_of, x, y, chunks):
 
 
 class FusedLossScaler(LossScaler):
-    """LossScaler's `if norm.isfinite()` has the host wait for the GPU. Here a fused optimizer skips
+    """LossScaler's `if norm.isfinite()` has the host wait for the GPU. Here a fused AdamW skips
     a step by itself, where its found_inf is 1 (Micikevicius 3.2). norm is that of all ranks'
     gradients, so that all skip, or none. To be saved: float(scale), int(good_steps).
     """
 
     def step(self, optimizer, norm):
         assert optimizer.defaults.get("fused"), "take fused=True: other optimizers skip no step"
-        # of memory that is not set, where torch's fused SGD skips its first step
-        moves = any(group.get("momentum") for group in optimizer.param_groups)
-        assert not moves, "no momentum: take AdamW"
         overflow = norm.isfinite().logical_not()
         optimizer.found_inf = overflow.float()
         optimizer.step()
