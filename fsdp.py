@@ -34,9 +34,9 @@ Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4: a unit is one flat t
 At work: fully_shard, part 4 below, which cuts each parameter along dim 0 instead.
 Not for: models cut by tensor_parallel.py, experts of moe.py (hybrid_3d.py has both); optimizers of
 whole matrices (but see harness/whole.py); weights stepped between a forward and its backward;
-blocks or embeddings called by yourself, blocks twice in a forward; ranks that use different blocks;
-GradScaler (ranks would skip different steps); freezing, thawing, loading by hand later; reentrant
-checkpointing, autograd.grad, second derivatives, backwards that raise. Unused ones get 0.
+blocks called by yourself or twice in a forward, or that share parameters; ranks that use different
+blocks; GradScaler (ranks would skip different steps); freezing, loading, setting .data later;
+reentrant checkpointing, autograd.grad, second derivatives, backwards that raise. Unused ones get 0.
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
 from collections import namedtuple
@@ -322,7 +322,7 @@ class FSDP(nn.Module):
                  home=None, fill=Unit.begin_alike):
         super().__init__()
         sharded = [block for block in blocks if trained(block)]  # the others stay whole
-        guard(module, sharded)
+        guard(module)
         self.module = module
         self.group = group
         self.reshard = reshard
@@ -352,18 +352,12 @@ class FSDP(nn.Module):
         self.masters = nn.ParameterList(part.master for part in self.parts)
         self.summing = None  # the unit whose sum is under way
         self.summed = set()  # units whose sums this backward has begun
-        self.in_forward = False
         self.in_backward = False
-        self.add_hooks(sharded, rest)
-
-    def add_hooks(self, sharded, rest):
-        self.module.register_forward_pre_hook(self.begin)
-        self.module.register_forward_hook(self.end)
+        module.register_forward_pre_hook(self.begin)
+        module.register_forward_hook(self.end)
         for i, block in enumerate(sharded):
             block.register_forward_pre_hook(partial(self.enter, i))
             block.register_forward_hook(partial(self.leave, i))
-        for p in rest:  # for outputs in which watch() finds no tensor, such as a dataclass
-            p.register_post_accumulate_grad_hook(self.begin_backward)
 
     def gather_root(self):
         for unit in self.root_units:
@@ -385,24 +379,19 @@ class FSDP(nn.Module):
 
     @eager
     def begin(self, *_):
-        refuse_changes(self)
-        self.in_forward = True
+        thawed = any(t.requires_grad for t in self.uncut)
+        assert not thawed, "FSDP: thawed since, so nobody sums its gradient: make the model anew"
         self.free()  # a forward without a backward has left numbers from before the last step
         self.gather_root()
         self.gather_block(0)
 
     @eager
     def end(self, module, inputs, output):
-        self.in_forward = False
         watch(output, self.begin_backward)
-        if not torch.is_grad_enabled():  # an evaluation: no backward will come
-            for unit in self.block_units:  # the root stays: its head may be called by itself
-                unit.free()
 
     @eager
     def enter(self, i, *hook_arguments):
         """Block i is about to compute. The next one travels meanwhile."""
-        assert self.in_forward or self.in_backward, "call what FSDP wraps: here weights may be old"
         self.gather_block(i)
         # in backward, also if it is a checkpoint's forward that calls this, i - 1 is next
         self.gather_block(i - 1 if self.in_backward else i + 1)
@@ -588,27 +577,14 @@ def from_meta(module, device, init):
 # -- mistakes that nobody would see
 
 
-def guard(module, blocks):
+def guard(module):
     assert not any(hasattr(m, "is_of_experts") for m in module.modules()), (
         "ranks have different experts: take hybrid_3d.py")
     known = any(hasattr(p, "is_sharded") for p in module.parameters())
     assert not known, "these parameters are in an FSDP already: make the model anew"
-    of_blocks = [p for block in blocks for p in trained(block)]
-    assert len(of_blocks) == len(set(of_blocks)), "blocks share parameters"
     for p in trained(module):
         p.is_sharded = True  # for refuse_step
     module.register_state_dict_pre_hook(refuse_state_dict)
-
-
-def refuse_changes(model):
-    """Before each forward."""
-    thawed = any(t.requires_grad for t in model.uncut)
-    assert not thawed, "FSDP: thawed since, so nobody sums its gradient: make the model anew"
-    shared = [(p, unit.full) for unit in model.units for p in unit.shapes]
-    shared += [(part.master, part.value) for part in model.parts]
-    for t, memory in shared:
-        assert t.untyped_storage() is memory.untyped_storage(), (
-            "FSDP: somebody has set .data: copy_ into masters, or take load_full_state_dict")
 
 
 def refuse_step(optimizer, *_):

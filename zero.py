@@ -229,29 +229,6 @@ class Unit:
             self.gathering.wait()
             self.gathering = None
 
-    # -- where full comes and goes, in ZeRO3
-
-    def fetch(self, group):
-        """Begins to gather the unit, unless it is here or on its way."""
-        memory = self.full.untyped_storage()
-        if memory.nbytes() == 0:
-            memory.resize_(self.full.nbytes)
-            for p, place in self.places.items():
-                # By .data p gets full's memory, but not its version counter, by which autograd
-                # would take each gather for a change of p, and refuse to go backward.
-                p.data = place
-            self.full[self.mine] = self.shard
-            self.gather(group)
-
-    def free(self):
-        """Memory goes from under all views of full, also those that autograd keeps for backward."""
-        self.wait()  # not while a collective writes into it
-        self.full.untyped_storage().resize_(0)
-        for p, place in self.places.items():
-            # Empty, but with as many dims as before (a scalar gets one): autograd wants a gradient
-            # to have as many, and users make groups by p.dim()
-            p.data = torch.atleast_1d(place)[:0]
-
 
 class ZeRO1:
     """Optimizer states are cut: a rank steps its chunk of each unit, and is sent the others.
@@ -491,7 +468,28 @@ class ZeRO3(ZeRO2):
         super().keep(unit)
         home = "cpu" if self.offload == "param" else unit.full.device
         unit.shard = unit.shard.to(home, copy=True)  # it stays when full goes
-        unit.free()
+        self.free(unit)
+
+    def fetch(self, unit):
+        """Begins to gather a unit, unless it is here or on its way."""
+        memory = unit.full.untyped_storage()
+        if memory.nbytes() == 0:
+            memory.resize_(unit.full.nbytes)
+            for p, place in unit.places.items():
+                # By .data p gets full's memory, but not its version counter, by which autograd
+                # would take each gather for a change of p, and refuse to go backward.
+                p.data = place
+            unit.full[unit.mine] = unit.shard
+            unit.gather(self.group)
+
+    def free(self, unit):
+        """Memory goes from under all views of full, also those that autograd keeps for backward."""
+        unit.wait()  # not while a collective writes into it
+        unit.full.untyped_storage().resize_(0)
+        for p, place in unit.places.items():
+            # Empty, but with as many dims as before (a scalar gets one): autograd wants a gradient
+            # to have as many, and users make groups by p.dim()
+            p.data = torch.atleast_1d(place)[:0]
 
     def __deepcopy__(self, memo):  # a copied model comes here by its hooks
         raise RuntimeError("in stage 3 parameters are empty: copy the model before ZeRO3")
@@ -507,17 +505,17 @@ class ZeRO3(ZeRO2):
         """Forward or backward has come to a unit: free the last, gather this, prefetch the next."""
         visit = len(self.entered)
         if visit > 0 and self.entered[-1] is not unit:
-            self.entered[-1].free()
-        unit.fetch(self.group)
+            self.free(self.entered[-1])
+        self.fetch(unit)
         unit.wait()
         self.entered.append(unit)
         # The micro-batch before entered expected[visit + 1] after this unit. It travels meanwhile.
         if visit + 1 < len(self.expected) and self.expected[visit] is unit:
-            self.expected[visit + 1].fetch(self.group)
+            self.fetch(self.expected[visit + 1])
 
     def end_micro_batch(self):
         for unit in self.units:
-            unit.free()  # the last one, and what an evaluation has left
+            self.free(unit)  # the last one, and what an evaluation has left
         self.entered = []
 
     def zero_grad(self):
@@ -531,7 +529,7 @@ class ZeRO3(ZeRO2):
 
     def renew(self, unit):
         """An evaluation may have left old numbers in full. The next use gathers the new ones."""
-        unit.free()
+        self.free(unit)
 
 
 # -- around the ladder

@@ -98,8 +98,8 @@ PLANTED = [
     (check_copy, "1", "self.arrived.add(p)", "self.arrived.update(unit.shapes)"),
     (check_copy, "1 each", "unit.buffer[:unit.mine.start].zero_()", "pass"),
     (check_copy, "1 each", "unit.buffer[unit.mine.stop:].zero_()", "unit.grad.div_(2)"),
-    (check_copy, "3", "self.full[self.mine] = self.shard", "pass"),
-    (check_copy, "3", "self.gather(group)\n\n    def free", "pass\n\n    def free"),
+    (check_copy, "3", "unit.full[unit.mine] = unit.shard", "pass"),
+    (check_copy, "3", "unit.gather(self.group)\n\n    def free", "pass\n\n    def free"),
     (check_copy, "2", "dist.all_reduce(square, group=self.group)  # partial -> replicated\n"
      "        norm = square.sqrt()\n        scale", "norm = square.sqrt()\n        scale"),
     (check_copy, "1", "dist.broadcast(unit.full, group=group, group_src=0)", "pass"),
@@ -210,9 +210,9 @@ def check_overlap():
     def has_memory(unit):
         return unit.full.untyped_storage().size() > 0
 
-    def before_gather(unit, group):
+    def before_gather(zero, unit):
         if not has_memory(unit):
-            begun.append(("gather", ours.units.index(unit)))
+            begun.append(("gather", zero.units.index(unit)))
 
     def before_sum(zero, unit):
         begun.append(("sum", zero.units.index(unit)))
@@ -221,9 +221,9 @@ def check_overlap():
         most.append(sum(map(has_memory, ours.units)))
         most.append(sum(unit.buffer is not None for unit in ours.units))
 
-    for owner, name, note in ("Unit", "fetch", before_gather), ("ZeRO3", "start_sum", before_sum):
-        into(owner, name, "before", note)(module)
-        into(owner, name, "after", count)(module)
+    for name, note in ("fetch", before_gather), ("start_sum", before_sum):
+        into("ZeRO3", name, "before", note)(module)
+        into("ZeRO3", name, "after", count)(module)
     ours = module.ZeRO3(module.units_of(model, model.layers))
     for _ in range(2):
         assert all(p.numel() == p.clone().numel() == 0 for p in model.parameters())
