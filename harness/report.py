@@ -1,7 +1,6 @@
 """What a run tells: a table while it trains, and at the end what was proved, counted and timed."""
 import math
 
-BAR = 40  # characters of the longest bar
 SHOWN = 6  # tensors that differ
 
 # ---- while it trains ---------------------------------------------------------
@@ -14,12 +13,6 @@ def human(n):
     if n >= 1e4:
         return f"{n / 1e6:.3f} MB"
     return f"{n:.6g} B"
-
-
-def bars(rows):
-    """[(label, bytes)] -> lines with bars, the longest of BAR characters."""
-    unit = max(size for _, size in rows) / BAR
-    return [f"  {label:12} {'#' * round(size / unit):{BAR}} {human(size)}" for label, size in rows]
 
 
 def head(validates):
@@ -107,7 +100,7 @@ def gaps_of(check):
 
 
 def textbook_line(row):
-    in_words = "{:g}".format if row["unit"] == "count" else human
+    in_words = "{:g}".format if row["what"].startswith("calls") else human
     line = f"{row['what']} = {row['formula']} = {in_words(row['expected'])}: "
     if row["expected"] == row["measured"]:
         return line + "equal"
