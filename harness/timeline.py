@@ -191,18 +191,9 @@ def read_layers(args, stages, split_layers):
 def read_plans(args, ranks, times, make_plans, late_ws):
     """-> all ranks' plans of --schedule. auto: the quickest that search finds."""
     if args.schedule == "auto":
-        limit = args.limit or ranks
-        return search(late_ws, ranks, args.micro, limit, times, waiting_of(args))
+        return search(late_ws, ranks, args.micro, args.limit or ranks, times)
     with refusing():
         return make_plans(args.schedule, ranks, args.micro, args.chunks)
-
-
-def waiting_of(args):
-    """What --limit counts of a micro-batch from B to W, as a part of what is kept from F to B."""
-    if not args.simulate:
-        return 1.0  # with fused attention a block keeps nearly as much
-    # Qi 2023: W needs 32 C of the 34 C + 5 H T bytes of a token, attention's matrix among them
-    return 32 * args.width / (34 * args.width + 5 * args.heads * args.seq)
 
 
 def search(late_ws, ranks, M, limit, times, waiting=1.0):
@@ -210,7 +201,8 @@ def search(late_ws, ranks, M, limit, times, waiting=1.0):
 
     late_ws(M, warmup, [rank], lag) -> a rank's plan: it begins with `warmup` more Fs than 1, and
     its Ws come `lag` Bs late. limit: what a rank may keep, in micro-batches, counted as in
-    in_flight(plan, waiting). times: see planned().
+    in_flight(plan, waiting): with fused attention what W waits for is nearly all. times: see
+    planned().
     """
     found = []
     # by how much warmup grows towards rank 0, and lag away from it; 1f1b: 1, zb-h1: 1 and 1
@@ -242,11 +234,6 @@ def simulation(args, plans, times):
     print(grid(played))
     print(f"{longest(played):g} from first to last, bubble rate {bubble_rate(played):.4f}, "
           f"micro-batches in flight by rank {flying}")
-    if args.schedule == "auto":
-        waiting = waiting_of(args)
-        limited = max(in_flight(plan, waiting) for plan in plans)
-        print(f"--limit counts one that waits for W as {waiting:.2f}, and finds {limited:.4g} at "
-              "most; the line above counts a whole one")
     if args.json:
         own = {name: value for name, value in vars(args).items() if name != "cfg"}
         report = dict(script=Path(program()).stem, args=own, **figures)
@@ -293,13 +280,9 @@ def watched(run, plans, pipeline, step):
     run.extra.update(figures)  # its bubble_rate takes the place of the simulation's
 
 
-def compare(plans, played):
-    """A measured step -> its simulation and, below that, the step itself, as text; figures.
-
-    In the simulation all actions of one rank, kind and stage take their median time.
-    """
-    if longest(played) == 0:
-        return "measured: the clock saw no time pass", {}
+def without_waiting(plans, played):
+    """A measured step -> as it would be if no rank waited but for its inputs: all actions of one
+    rank, kind and stage take their median time."""
     durations = defaultdict(list)
     for rank, done in enumerate(played):
         for (kind, _, stage), start, end in done:
@@ -307,7 +290,14 @@ def compare(plans, played):
 
     def cost(rank, action):
         return statistics.median(durations[rank, action.kind, action.stage])
-    simulated = simulate(plans, cost)
+    return simulate(plans, cost)
+
+
+def compare(plans, played):
+    """A measured step -> its simulation and, below that, the step itself, as text; figures."""
+    if longest(played) == 0:
+        return "measured: the clock saw no time pass", {}
+    simulated = without_waiting(plans, played)
     begin = min(done[0][1] for done in played)
     lines = []
     for word, times in (("planned", simulated), ("measured", played)):

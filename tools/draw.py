@@ -14,15 +14,13 @@ They stand on white and on dark: the background is empty, and what is written is
 import json
 import sys
 import tempfile
-from collections import defaultdict
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from harness.flags import parse, require  # noqa: E402
-from harness.timeline import bubble_rate, simulate  # noqa: E402
+from harness.timeline import bubble_rate, without_waiting  # noqa: E402
 from pipeline_parallel import make_plans  # noqa: E402
 from tools.ranks import measured  # noqa: E402
 
@@ -170,7 +168,8 @@ def timelines():
         flags = f"--schedule {schedule} --micro {MICRO} --batch 16 {RUN}".split()
         ranks = measured(2, "pipeline_parallel", flags)["timeline"]
         ran = [[(action, start, end) for *action, start, end in done] for done in ranks]
-        for side, played in {"planned": planned(schedule, ran), "measured": ran}.items():
+        planned = without_waiting(make_plans(schedule, len(ran), MICRO), ran)
+        for side, played in {"planned": planned, "measured": ran}.items():
             end = max(done[-1][-1] for done in played)
             rows = {}
             for rank, done in enumerate(played):
@@ -178,17 +177,6 @@ def timelines():
                 rows[f"rank {rank}"] = [(0, end, "waiting"), *bars]
             panels[f"{schedule}, {side}: {end:.0f} ms, bubble {bubble_rate(played):.0%}"] = rows
     return panels
-
-
-def planned(schedule, ran):
-    """-> the same as it would be if no rank waited but for its inputs, each kind of action on a
-    rank taking its median time"""
-    times = defaultdict(list)
-    for rank, done in enumerate(ran):
-        for (kind, _, stage), start, end in done:
-            times[rank, kind, stage].append(end - start)
-    return simulate(make_plans(schedule, len(ran), MICRO),
-                    lambda rank, action: median(times[rank, action.kind, action.stage]))
 
 
 # ---- rings ---------------------------------------------------------------------
