@@ -69,7 +69,7 @@ def prove(plain, parallel, tolerance=None):
     count = ranks.exchange(len(theirs))[0]
     if not trouble and count != len(ours):
         trouble = [f"parallel makes {len(ours)} steps, plain {count} or more"]
-    precision = precision_of(max(ranks.exchange(max(map(eps_of, ours + theirs), default=0.0))))
+    precision = precision_of(ours + theirs, ranks)
     limits = TOLERANCES[precision]
     limits = limits if tolerance is None else dict.fromkeys(limits, tolerance)
     worst = {}  # {kind: (gap, name)}
@@ -197,24 +197,17 @@ def differences(ours, plain, limit, ranks, noise=None):
             shapes = f"{tuple(ours[name].shape)}, not {tuple(plain[name].shape)}"
             found[name] = math.inf, f"has the shape {shapes}: a piece that nobody gathers?", 0.0
         else:
-            scale = max(sizes[name], floor)
+            scale = max(sizes[name], floor, 1e-300)  # all may be zero
             mine = ours[name].double()
             theirs = plain[name].double()
             if noise and name in noise:
                 mine = torch.where(noise[name], theirs, mine)
-            gap = gap_of(mine, theirs, scale)
+            gap = largest(mine - theirs) / scale
+            if math.isnan(gap):
+                gap = math.inf
             words = looks_like(mine, theirs, limit * scale, ranks) if gap > limit else ""
             found[name] = gap, words, mine.abs().sum().item()
     return found
-
-
-def gap_of(ours, plain, scale):
-    difference = largest(ours - plain)
-    if difference == 0:
-        return 0.0
-    if math.isfinite(difference) and scale > 0:
-        return difference / scale
-    return math.inf
 
 
 def largest(t):
@@ -275,12 +268,10 @@ def add_noise(noise, gradients, part):
         noise[name] = mask | noise.get(name, mask)
 
 
-def eps_of(snapshot):
-    """Of the narrowest dtype among its gradients."""
-    return max((torch.finfo(t.dtype).eps for t in snapshot["gradient"].values()), default=0.0)
-
-
-def precision_of(eps):
+def precision_of(steps, ranks):
+    """Of the narrowest dtype among gradients, on any rank."""
+    eps = [torch.finfo(t.dtype).eps for step in steps for t in step["gradient"].values()]
+    eps = max(ranks.exchange(max(eps, default=0.0)))
     if eps < 1e-15:
         return "fp64"
     if eps < 1e-6:
