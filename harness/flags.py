@@ -22,7 +22,8 @@ FLAGS = {
     # the model
     "--impl": dict(default="scratch", choices=IMPLS, help="part 1, part 2, torch's own; both: the "
                    "last two in turn; all: these three"),
-    "--model": dict(default="toy", choices=tuple(PRESETS), help="a preset; the next eight change it"),
+    "--model": dict(default="toy", choices=tuple(PRESETS),
+                    help="a preset, of which the next eight change sizes"),
     "--layers": dict(type=int, metavar="L", least=1, help="transformer blocks"),
     "--width": dict(type=int, metavar="C", least=1, help="embedding width"),
     "--heads": dict(type=int, metavar="H", least=1, help="attention heads"),
@@ -40,14 +41,17 @@ FLAGS = {
                         help="muon: of hidden matrices, AdamW of the rest"),
     "--lr": dict(type=float, default=1e-3, least=1e-12, most=1e3, help="learning rate"),
     "--warmup": dict(type=int, default=0, least=0, help="steps in which the rate climbs to --lr"),
-    "--decay": dict(default="none", choices=("none", "linear", "cosine"), help="then, to --min-lr"),
-    "--min-lr": dict(type=float, default=0.0, least=0, most=1e3, help="rate a step after the last"),
+    "--decay": dict(default="none", choices=("none", "linear", "cosine"),
+                    help="how it falls to --min-lr afterwards"),
+    "--min-lr": dict(type=float, default=0.0, least=0, most=1e3,
+                     help="where --decay ends, one step after the last"),
     "--clip": dict(type=float, default=1.0, least=0, help="largest gradient norm, 0: no clipping"),
     "--seed": dict(type=int, default=0, least=0, help="of weights and batches"),
     "--data": dict(default="", metavar="PATH", help="text, folder, or token ids in FILE.bin, .u32 "
                    "(default: Python's own sources)"),
-    "--pad": dict(type=float, default=0.0, least=0, most=0.99, help="fraction of targets to ignore"),
-    "--train": dict(default="", metavar="REGEX", help="parameters with such names; others are frozen"),
+    "--pad": dict(type=float, default=0.0, least=0, most=0.99,
+                  help="fraction of targets to ignore, unevenly (above 0.25: less)"),
+    "--train": dict(default="", metavar="REGEX", help="names of parameters; others are frozen"),
     "--eval-every": dict(type=int, default=0, least=0, help="steps between held-out losses"),
     # the run
     "--check": dict(action=argparse.BooleanOptionalAction, default=True,
@@ -60,10 +64,11 @@ FLAGS = {
     "--log-file": dict(default="", metavar="FILE", help="for a line of JSON per step"),
     "--profile": dict(default="", metavar="DIR", help="for a torch.profiler trace of each rank"),
     "--save": dict(default="", metavar="DIR", help="for checkpoints, in folders named by steps"),
-    "--save-every": dict(type=int, default=0, least=0, help="steps between (0: one, at the end)"),
+    "--save-every": dict(type=int, default=0, least=0,
+                         help="steps between checkpoints (0: one, at the end)"),
     "--save-async": dict(action="store_true", help="train on while one is written, from a copy"),
-    "--resume": dict(default="", metavar="DIR", help="go on from its newest checkpoint, on any ranks"),
-    "--init-from": dict(default="", metavar="DIR", help="start with its newest checkpoint's weights"),
+    "--resume": dict(default="", metavar="DIR", help="go on from the newest in it, on any ranks"),
+    "--init-from": dict(default="", metavar="DIR", help="start with the newest one's weights"),
 }
 
 
@@ -101,11 +106,10 @@ def variable(flag):
 def parse(doc, flags, words=None):
     """Flags as FLAGS has them, or arguments without a name -> argparse's result, in bounds."""
     wide = partial(argparse.HelpFormatter, max_help_position=30, width=100)
-    words_of = [f"[{name}]" if flag.get("nargs") == "?" else name
-                for name, flag in flags.items() if name[0] != "-"]
-    usage = " ".join(["%(prog)s", *words_of, "[flags]"])
-    parser = argparse.ArgumentParser(description=doc.split("\n")[0], usage=usage,
-                                     allow_abbrev=False, formatter_class=wide)
+    words_of = [name for name in flags if name[0] != "-"]
+    parser = argparse.ArgumentParser(
+        description=doc.split("\n")[0], usage=" ".join(["%(prog)s", *words_of, "[flags]"]),
+        allow_abbrev=False, formatter_class=wide)
     parser.error = lambda message: require(False, message)
     for name, flag in flags.items():
         settings = {key: flag[key] for key in flag if key not in ("least", "most", "course")}

@@ -61,12 +61,10 @@ def patience(words, limit, seconds=5):
     def watch():
         if over.wait(min(seconds, limit)):
             return
-        if seconds < limit:
-            print(words(), file=sys.stderr, flush=True)
-            if over.wait(limit - seconds):
-                return
-        print(f"{words()}: given up after {limit} s", file=sys.stderr, flush=True)
-        os._exit(1)
+        print(words(), file=sys.stderr, flush=True)
+        if not over.wait(max(0, limit - seconds)):
+            print(f"{words()}: given up after {limit} s", file=sys.stderr, flush=True)
+            os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
     try:

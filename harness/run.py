@@ -116,10 +116,8 @@ def whole(t):
 
 
 class Clock:
-    """Marks in the work of a device: on GPUs events in the current stream, on CPUs seconds.
-
-    Nobody waits when a mark is made. Reading the time between two marks waits for the second.
-    """
+    """Marks in the work of a device: on GPUs events in the current stream, for which nobody waits
+    until the time between two marks is asked for; on CPUs seconds."""
 
     def __init__(self, on_gpu):
         self.on_gpu = on_gpu
@@ -142,10 +140,6 @@ class Clock:
 # ---- a run ---------------------------------------------------------------------
 
 
-def plain_gpt(run):
-    return build(run.cfg, run.args.seed, run.device, run.dtype)
-
-
 def hold_out(corpus, seq):
     """A Text -> what is trained on, and its end, which is not: one window at least."""
     rest = len(corpus) - max(len(corpus) // HELD_OUT, seq + 1)
@@ -164,7 +158,7 @@ class Run:
         self.script = Path(program()).stem
         self.dry = bool(args.dry_run)
         self.dtype = DTYPES[args.dtype]
-        self.build_plain = build_plain or plain_gpt
+        self.build_plain = build_plain or Run.build_gpt
         several = {"both": ("scratch", "torch"), "all": ("scratch", "torch", "idea")}
         self.impls = impls or several.get(args.impl, (args.impl,))
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
@@ -264,6 +258,9 @@ class Run:
         """The plain model, with this run's weights, device and dtype; --train freezes the rest."""
         return self.freeze(self.build_plain(self))
 
+    def build_gpt(self):
+        return build(self.cfg, self.args.seed, self.device, self.dtype)
+
     def freeze(self, model):
         """The plain model; with --train freezes what it does not find -> the model."""
         if self.args.train:
@@ -274,9 +271,11 @@ class Run:
 
     def batch(self, step, rows=None):
         """Rows (default: all) of a step's global batch -> inputs, targets, valid in all of it."""
+        return self.batch_of(self.corpus, step, self.args.pad, rows)
+
+    def batch_of(self, corpus, step, pad, rows=None):
         args = self.args
-        x, y, valid = get_batch(self.corpus, self.cfg.seq, args.seed, step, args.batch, args.pad,
-                                rows)
+        x, y, valid = get_batch(corpus, self.cfg.seq, args.seed, step, args.batch, pad, rows)
         if not self.dry:
             self.refuse_unknown(x, y)
         return x.to(self.device), y.to(self.device), valid
@@ -444,12 +443,10 @@ class Run:
     @torch.no_grad()
     def on_held_out(self, evaluate, rows=None):
         """evaluate(inputs, targets) of rows of each held-out batch -> their part of the loss."""
-        args = self.args
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for k in range(BATCHES):
-            x, y, valid = get_batch(self.held_out, self.cfg.seq, args.seed, k, args.batch, 0, rows)
-            self.refuse_unknown(x, y)
-            total += evaluate(x.to(self.device), y.to(self.device)) / valid
+            x, y, valid = self.batch_of(self.held_out, k, 0, rows)
+            total += evaluate(x, y) / valid
         return total / BATCHES
 
     # -- the plain run
