@@ -243,14 +243,14 @@ def pattern(ours, plain, ranks):
     if math.isclose(factor, 1, rel_tol=1e-3):
         return f"{factor:.7f} times what it should be: does clipping hide a factor? Leave it out"
     words = f"{factor:.3f} times what it should be"
-    for count in range(2, 1025):
-        parts = f"{count} micro-batches, or the ranks of one axis,"
-        if count == ranks:
-            parts = f"the {count} ranks, or as many micro-batches,"
-        if math.isclose(factor, count, rel_tol=1e-3):
-            return f"{words}: a sum over {parts} where a mean belongs, or it counts {count} times"
-        if math.isclose(factor, 1 / count, rel_tol=1e-3):
-            return f"{words}: a mean over {parts} where a sum belongs, or one of {count} summands"
+    count = round(max(factor, 1 / factor))
+    parts = f"{count} micro-batches, or the ranks of one axis,"
+    if count == ranks:
+        parts = f"the {count} ranks, or as many micro-batches,"
+    if 1 < count <= 1024 and math.isclose(factor, count, rel_tol=1e-3):
+        return f"{words}: a sum over {parts} where a mean belongs, or it counts {count} times"
+    if 1 < count <= 1024 and math.isclose(factor, 1 / count, rel_tol=1e-3):
+        return f"{words}: a mean over {parts} where a sum belongs, or one of {count} summands"
     return f"{words}: another clipping, loss scale, rate or number of targets"
 
 
