@@ -54,14 +54,6 @@ def sample(model, cfg, tokens, count, temperature, seed, possible):
     return tokens
 
 
-def ids_in(text, vocab):
-    words = text.replace(",", " ").split()
-    require(all(word.isdecimal() for word in words), f"--ids {text}: are no numbers")
-    ids = [int(word) for word in words]
-    require(max(ids, default=0) < vocab, f"--ids {text}: must be 0 to {vocab - 1}")
-    return ids
-
-
 FLAGS = {
     "folder": dict(help="what --save has written"),
     "prompt": dict(nargs="?", default="\n", help="text that is gone on with"),
@@ -75,9 +67,13 @@ FLAGS = {
 def main():
     args = parse(__doc__, FLAGS)
     model, cfg = load(args.folder, "cuda" if torch.cuda.is_available() else "cpu")
-    prompt = ids_in(args.ids, cfg.vocab) if args.ids else list(args.prompt.encode())
-    require(prompt, "an empty prompt: give a character to begin with")
-    possible = cfg.vocab if args.ids else BYTES
+    prompt = list(args.prompt.encode())
+    possible = BYTES
+    if args.ids:
+        possible = cfg.vocab
+        prompt = [int(word) if word.isdecimal() else possible for word in args.ids.split()]
+    require(prompt and max(prompt) < possible,
+            f"a prompt's bytes or ids: one or more, which must be 0 to {possible - 1}")
     tokens = sample(model, cfg, prompt, args.tokens, args.temperature, args.seed, possible)
     if args.ids:
         print(*tokens)

@@ -310,12 +310,10 @@ def main():
         "target": dict(help="a new folder")})
     try:
         TASKS[args.task](args.source, args.target)
-    except OSError as error:
-        require(False, f"{error.filename}: {error.strerror}")
     except KeyError as missing:
         require(False, f"{args.source}: has no {missing}")
-    except Exception as error:  # of another kind than it says, or not whole
-        require(False, f"{args.source}: {checkpoint.reason(error)}")
+    except Exception as error:  # not there, of another kind than it says, or not whole
+        require(False, f"{getattr(error, 'filename', args.source)}: {checkpoint.reason(error)}")
 
 
 if __name__ == "__main__":
