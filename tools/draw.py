@@ -184,25 +184,25 @@ def timelines():
 RANKS = 4
 
 
-def work(rank, hop, attn):
-    """Of rank's queries with the keys that reach it at this hop, in halves of an attention without
-    a mask: 1 is causal attention among a rank's own tokens."""
-    if hop == 0 or attn == "zigzag":  # half of its queries see all these keys, or all see half
-        return 1
-    return 2 if hop <= rank else 0  # from a rank before it: all; from one behind: none
+# Work of each rank at each hop, in halves of attention without a mask. Among its own tokens: 1. In
+# the ring all see the keys of a rank before them, none those of one behind; by zigzag half of the
+# queries see all keys, or all see half.
+WORK = {
+    "ring": [[1, *[2] * rank, *[0] * (RANKS - 1 - rank)] for rank in range(RANKS)],
+    "zigzag": [[1] * RANKS] * RANKS,
+}
 
 
 def hops():
     panels = {}
-    for attn in ("ring", "zigzag"):
-        rows = {f"rank {rank}": [] for rank in range(RANKS)}
-        halves = 0
-        for hop in range(RANKS):
-            shares = [work(rank, hop, attn) for rank in range(RANKS)]
-            halves += max(shares)
-            for row, share in zip(rows.values(), shares):
-                row += [(hop, hop + 0.9, "waiting"), (hop, hop + 0.45 * share, COMPUTES)]
-        panels[f"{attn}: {halves} halves, a hop takes as long as its slowest rank"] = rows
+    for attn, work in WORK.items():
+        rows = {}
+        for rank, halves in enumerate(work):
+            bars = [[(hop, hop + 0.9, "waiting"), (hop, hop + 0.45 * half, COMPUTES)]
+                    for hop, half in enumerate(halves)]
+            rows[f"rank {rank}"] = sum(bars, [])
+        total = sum(map(max, zip(*work)))
+        panels[f"{attn}: {total} halves, a hop takes as long as its slowest rank"] = rows
     return panels
 
 
