@@ -41,9 +41,8 @@ def exposed_time(events):
     """
     timed = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
     kernels = [event for event in timed if event.get("cat") == "kernel"]
-    operators = [event for event in timed if event["name"].startswith("aten::")]
+    working = kernels or [event for event in timed if event["name"].startswith("aten::")]
     moving = [span(event) for event in timed if is_transport(event)]
-    working = kernels or operators  # kernels, where there are any
     busy = [span(event) for event in working if not is_transport(event)]
     if not moving + busy:
         return 0.0, 0.0, 0.0

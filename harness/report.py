@@ -1,5 +1,4 @@
 """What a run tells: a table while it trains, and at the end what was proved, counted and timed."""
-import math
 
 SHOWN = 6  # tensors that differ
 
@@ -17,16 +16,12 @@ def human(n):
 
 def head(validates):
     """validates: is there a column for the loss on held-out text?"""
-    more = f" {'held out':>9} {'perplexity':>11}" if validates else ""
+    more = " held out" if validates else ""
     return f"{'step':>6} {'loss':>9} {'norm':>9} {'rate':>9} {'tok/s':>9}{more}"
 
 
-def held_out(loss):
-    return f" {loss:9.4f} {math.exp(min(loss, 700)):11.2f}"
-
-
 def row(step, loss, norm, rate, tokens_per_second, validation=None):
-    more = "" if validation is None else held_out(validation)
+    more = "" if validation is None else f"{validation:9.4f}"
     return f"{step:6d} {loss:9.4f} {norm:9.4f} {rate:9.2e} {tokens_per_second:9,.0f}{more}"
 
 

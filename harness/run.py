@@ -84,10 +84,8 @@ class Side:
                 storage_of(t).resize_(0)
 
     def ms(self):
-        """The median over the steps, without the first and the last if there are others; or None.
-
-        The first is a warmup, and the ledger slows the last one down.
-        """
+        """The median over the steps, or None. If there are others, not of the first, a warmup, and
+        the last, which the ledger slows down."""
         return statistics.median(self.times[1:-1] or self.times) if self.times else None
 
     def figures(self):
@@ -113,28 +111,6 @@ def whole(t):
     if hasattr(t, "full_tensor"):
         return t.full_tensor()  # of a DTensor
     return t
-
-
-class Clock:
-    """Marks in the work of a device: on GPUs events in the current stream, for which nobody waits
-    until the time between two marks is asked for; on CPUs seconds."""
-
-    def __init__(self, on_gpu):
-        self.on_gpu = on_gpu
-
-    def mark(self):
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, start, end):
-        """-> milliseconds from one mark to another."""
-        if not self.on_gpu:
-            return 1e3 * (end - start)
-        end.synchronize()
-        return start.elapsed_time(end)
 
 
 # ---- a run ---------------------------------------------------------------------
@@ -171,7 +147,6 @@ class Run:
         if self.dry:  # one step that makes AdamW's states, one that has them
             self.last = min(args.steps, 2) - 1
         self.checked = min(self.last, self.first + CHECKED - 1)  # the last step that is compared
-        self.often = max(1, args.steps // 10)  # steps between lines of the table
         self.load_text()
         self.join()
         self.open_books()
@@ -212,7 +187,6 @@ class Run:
         self.saver = None  # of checkpoints
         if self.args.save:
             self.saver = checkpoint.Saver(self.args.save, self.args.save_async)
-        self.clock = Clock(self.on_gpu)
         self.log = None  # --log-file, on rank 0
         self.profile = {}  # milliseconds of communication in the last step, if --profile knows
         self.book = []  # rows of the textbook
@@ -285,9 +259,6 @@ class Run:
         require(largest < self.cfg.vocab, f"--data {self.args.data}: token {largest} is beyond "
                 f"--vocab {self.cfg.vocab}")
 
-    def rate(self, step):
-        return learning_rate(step, self.args)
-
     def optimizer(self, named, **ways):
         """What --optimizer says, for (name, parameter) pairs. ways: see optimizer_of."""
         return optimizer_of(self.args, named, **ways)
@@ -334,22 +305,22 @@ class Run:
         self.say(report.head(self.args.eval_every))
         if self.args.eval_every:
             losses = [self.validate(self.sides[impl], self.first - 1) for impl in self.impls]
-            self.say(f"{'start':>6}" + " " * 40 + report.held_out(losses[0]))
+            self.say(f"{'start':>6}{losses[0]:49.4f}")
 
     def train_one_step(self, impl, side, step):
         for group in side.optimizer.param_groups:
-            group["lr"] = self.rate(step)
+            group["lr"] = learning_rate(step, self.args)
         x, y, valid = self.batch(step, self.rows)
         clip = self.args.clip or math.inf
         with side.watch(step), self.measure(impl, side, step):
-            before = self.clock.mark()
+            before = self.mark()
             loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, clip)
-            after = self.clock.mark()
+            after = self.mark()
         if self.dry:
             return
         loss = loss.detach().double() / side.copies
         dist.all_reduce(loss)  # partial -> replicated
-        side.times.append(self.clock.ms(before, after))
+        side.times.append(self.between(before, after))
         side.trace.log(step, loss, norm)
         self.judge(side, step, loss, norm)
         validation = self.validate(side, step) if self.validates(step) else None
@@ -357,6 +328,21 @@ class Run:
             self.tell(side, step, loss.item(), float(norm), validation)
         if self.saver:
             self.save(side, step)  # there is one side: see checkpoint.begin()
+
+    def mark(self):
+        """-> seconds on CPUs; on GPUs an event in the current stream, for which nobody waits."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start, end):
+        """-> milliseconds between two marks, when the work of a GPU has come to the second."""
+        if not self.on_gpu:
+            return 1e3 * (end - start)
+        end.synchronize()
+        return start.elapsed_time(end)
 
     @contextlib.contextmanager
     def measure(self, impl, side, step):
@@ -407,13 +393,15 @@ class Run:
     def tell(self, side, step, loss, norm, validation):
         """On rank 0: a line of the table, a line of --log-file."""
         ms = side.times[-1]
+        rate = learning_rate(step, self.args)
         of_step = self.args.batch * self.cfg.seq  # tokens
-        if validation is not None or step in (self.first, self.last) or step % self.often == 0:
+        often = max(1, self.args.steps // 10)
+        if validation is not None or step in (self.first, self.last) or step % often == 0:
             speed = 1e3 * of_step / ms
-            self.say(report.row(step, loss, norm, self.rate(step), speed, validation))
+            self.say(report.row(step, loss, norm, rate, speed, validation))
         if not self.log:
             return
-        figures = dict(step=step, loss=loss, norm=norm, rate=self.rate(step), ms=ms,
+        figures = dict(step=step, loss=loss, norm=norm, rate=rate, ms=ms,
                        tokens=(step + 1) * of_step, **self.profile)
         figures["held"] = sum(nbytes(tensors) for tensors in side.held().values())
         if validation is not None:
@@ -478,7 +466,7 @@ class Run:
 
         validate(begin - 1)
         steps = range(begin, self.checked + 1)
-        batches = ((self.rate(step), *self.batch(step)) for step in steps)
+        batches = ((learning_rate(step, self.args), *self.batch(step)) for step in steps)
         plain = plain_steps(model, optimizer, batches, self.args.clip, extra_loss)
         for step, (loss, norm) in zip(steps, plain):
             if step >= self.first:
@@ -555,10 +543,8 @@ class Run:
         except torch.OutOfMemoryError:
             self.say("not checked: the plain GPT does not fit on one device")
             return None, None
-        checks = {}
-        for impl in self.impls:
-            checks[impl] = compare(self.sides[impl].trace, trace, self.checked, dtype,
-                                   self.world_size)
+        checks = {impl: compare(self.sides[impl].trace, trace, self.checked, dtype, self.world_size)
+                  for impl in self.impls}
         check = checks.pop(self.impls[0])
         for impl, other in checks.items():
             check["passed"] = check["passed"] and other["passed"]

@@ -244,7 +244,7 @@ def simulation(args, plans, times):
 @contextlib.contextmanager
 def watched(run, plans, pipeline, step):
     """Every rank trains a step inside. Of the last but one it shows when each action was planned,
-    and when it was. run has the device and its clock; see harness/run.py."""
+    and when it was. run has the device, mark() and between(); see harness/run.py."""
     if run.dry or step != max(run.first, run.last - 1):
         yield
         return
@@ -252,9 +252,9 @@ def watched(run, plans, pipeline, step):
     marks = []  # [(before, after)] of each action
 
     def noting(action, *rest):
-        start = run.clock.mark()
+        start = run.mark()
         made = do(action, *rest)
-        marks.append((start, run.clock.mark()))
+        marks.append((start, run.mark()))
         return made
 
     pipeline.do = noting
@@ -264,12 +264,12 @@ def watched(run, plans, pipeline, step):
     # this moment by two clocks: the host's, by which ranks are compared (those of several nodes
     # have to agree), and the run's, which times actions
     host = time.time()
-    origin = run.clock.mark()
+    origin = run.mark()
     yield
     pipeline.do = do
     if not marks:  # it was another implementation's step
         return
-    spans = [[host + 1e-3 * run.clock.ms(origin, mark) for mark in pair] for pair in marks]
+    spans = [[host + 1e-3 * run.between(origin, mark) for mark in pair] for pair in marks]
     run.store.set(f"actions {run.rank}", json.dumps(spans))
     played = []
     for rank, plan in enumerate(plans):
