@@ -4,9 +4,8 @@
     played    the same with times: for each rank [(action, start, end), ..]
 
 The kinds are F forward, B backward, and W the gradients of the weights where a B leaves them for
-later. A stage is a part of the model, and a rank may hold several. An F takes what the F
-of stage - 1 has made, a B what the B of stage + 1 has. A B whose W is in the plan is "split": it
-makes the gradient of its input alone. Nothing here knows by which rule a plan was made.
+later. A rank may hold several stages. A B whose W is in the plan is "split": it makes the gradient
+of its input alone.
 """
 import contextlib
 import itertools

@@ -7,18 +7,14 @@ experts (--experts 64 --top-k 8 ..), as hybrid_3d.py has them, and each is a fla
 its schedules 1f1b, interleaved and zb-v are tried, to which the others are equal or worse in this
 model; allgather only if it is named; cp on sequences of 8,192 tokens or more, or if it is named.
 
-Memory is that of the fullest stage: parameters, gradients and optimizer are exact, all together is
-within 12% of a dry run's peak (the printed line with python and --dry-run; RMSNorm is taken for the
-fused one, which CPUs have not: there it may be a third more). A tenth of --gpu-memory stays free,
-for CUDA, NCCL and fragmentation.
+Memory is that of the fullest stage, within 12% of a dry run's peak (the printed line with python
+and --dry-run; CPUs, without a fused RMSNorm, may take a third more). A tenth of --gpu-memory stays
+free, for CUDA, NCCL and fragmentation.
 
 Time is a model with one fitted number, --efficiency of matmuls. With 0.67 it is within TIE of the
 published runs in docs/papers.md, no closer: so layouts within TIE of the fastest are called equal,
-and stand in the order of how much they cut and need; of each mesh there is one row. What is hidden
-is what hybrid_3d.py sends while it computes: sums over dp behind backward, ZeRO-3's gathers, hops
-of a ring behind attention, sums and gathers but for one unit. A group inside a node has
---bandwidth-intra, one across nodes --bandwidth-inter, GB/s per GPU. The defaults are A100-80GB, 8
-to a node.
+and stand in the order of how much they cut and need; of each mesh there is one row. A group inside
+a node has --bandwidth-intra, one across nodes --bandwidth-inter. The defaults are A100-80GB.
 """
 import argparse
 import math

@@ -5,9 +5,7 @@
 
 GPT-2, Llama (Mistral), Mixtral, Qwen3 and Qwen3-MoE. FOLDER has a config.json beside
 model.safetensors, for which `pip install safetensors` is needed, or pytorch_model.bin, whole or in
-several parts. DIR is what --save of any script has written, on any number of ranks: the newest
-checkpoint in it is taken (dcp_to_torch of torch.distributed.checkpoint.format_utils makes a plain
-file of one). Nothing in these files can run code.
+several parts. DIR is what --save of any script has written: the newest checkpoint in it is taken.
 
 What differs there, for a layer of width C:
 
