@@ -47,20 +47,12 @@ def safetensors():
 
 
 def read_weights(folder):
-    """Hugging Face's folder -> {name: tensor} as it is there."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        files = [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.exists():  # several parts
-            parts = json.loads(index.read_text())["weight_map"].values()
-            files = [folder / Path(part).name for part in sorted(set(parts))]
-        if files[0].exists():
-            break
+    """Hugging Face's folder -> {name: tensor} as it is there, in one file or in several parts."""
     state = {}
-    for path in files:
-        if path.suffix == ".safetensors":
-            state.update(safetensors().load_file(path))
-        else:
+    for path in sorted(folder.glob("model*.safetensors")):
+        state.update(safetensors().load_file(path))
+    if not state:
+        for path in sorted(folder.glob("pytorch_model*.bin")):
             state.update(torch.load(path, map_location="cpu", weights_only=True))
     return state
 
