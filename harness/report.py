@@ -43,7 +43,11 @@ def show(report):
         moved = f"payload {human(c['payload'])}   sent {human(c['wire'])}"
         print(f"  {name:14} {c['calls']} calls   {moved}")
     for row in report["textbook"]:
-        print("  textbook ", textbook_line(row))
+        in_words = "{:g}".format if row["what"].startswith("calls") else human
+        line = f"{row['what']} = {row['formula']} = {in_words(row['expected'])}: "
+        equal = row["expected"] == row["measured"]
+        line += "equal" if equal else f"measured {in_words(row['measured'])}"
+        print("  textbook ", line)
     if report["ms_per_step"]:
         line = f"{report['ms_per_step']:.1f} ms/step, {report['tokens_per_second']:,.0f} tok/s"
         if "speedup" in report:
@@ -92,12 +96,3 @@ def verdict(check):
 
 def gaps_of(check):
     return ", ".join(f"{word} {check[kind]:.1e}" for kind, word in WORDS.items() if kind in check)
-
-
-def textbook_line(row):
-    in_words = "{:g}".format if row["what"].startswith("calls") else human
-    line = f"{row['what']} = {row['formula']} = {in_words(row['expected'])}: "
-    if row["expected"] == row["measured"]:
-        return line + "equal"
-    return line + f"measured {in_words(row['measured'])}"
-

@@ -72,7 +72,7 @@ class Side:
         # what a wrapper such as DistributedDataParallel is around
         module = getattr(self.model, "module", self.model)
         self.full_gradients = self.full_gradients or partial(gradients_of, module)
-        self.full_state_dict = self.full_state_dict or partial(state_of, module)
+        self.full_state_dict = self.full_state_dict or (lambda: whole(module.state_dict()))
         self.evaluate = self.evaluate or (lambda x, y: loss_sum(self.model(x), y))
         self.pieces = self.pieces or (lambda: pieces_of(module.named_parameters(), self.optimizer))
         self.held = self.held or partial(held_by, self.held_of or self.model, self.optimizer)
@@ -100,17 +100,12 @@ class Side:
 
 
 def gradients_of(module):
-    return {name: whole(p.grad) for name, p in module.named_parameters() if p.requires_grad}
+    return whole({name: p.grad for name, p in module.named_parameters() if p.requires_grad})
 
 
-def state_of(module):
-    return {name: whole(t) for name, t in module.state_dict().items()}
-
-
-def whole(t):
-    if hasattr(t, "full_tensor"):
-        return t.full_tensor()  # of a DTensor
-    return t
+def whole(named):
+    """{name: tensor}, of which DTensors become whole"""
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in named.items()}
 
 
 # ---- a run ---------------------------------------------------------------------
