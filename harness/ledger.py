@@ -8,7 +8,6 @@
                           {activations}: the most that autograd kept for backward at one time,
                           parameters left out
                           {peak}: the most that was alive at one time
-                          {host}: the most of CPU tensors, where the device is a GPU
 
 It is a TorchDispatchMode: below autograd and above the kernels, so it sees every tensor that an
 operation makes and every collective of COLLECTIVES, those of DistributedDataParallel's C++ reducer,
@@ -150,8 +149,6 @@ class Ledger(TorchDispatchMode):
             self.memory[kind] = nbytes(tensors, self.device)
         self.memory["activations"] = self.activations
         self.memory["peak"] = self.peaks[self.device]
-        if self.device != "cpu":
-            self.memory["host"] = self.peaks["cpu"]
         for figures in (self.groups, *self.collectives.values()):
             for name, number in figures.items():
                 if isinstance(number, Fraction):  # until here sums are exact

@@ -34,6 +34,7 @@ PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # bf1
 CHECKED = 300  # steps of one run that are compared, at most
 HELD_OUT = 20  # with --eval-every the last 1/20 of the text is not trained on
 BATCHES = 8  # of it, always the same
+HELD = ("parameters", "gradients", "optimizer")  # between steps
 
 # ---- what is trained -----------------------------------------------------------
 
@@ -94,7 +95,7 @@ class Side:
         of_all = self.ledger.collectives.values()
         times = self.times[:-1] or self.times  # the ledger slows the last one down
         blocks = [statistics.median(times[i:i + BLOCK]) for i in range(0, len(times), BLOCK)]
-        held = sum(memory[kind] for kind in ("parameters", "gradients", "optimizer"))
+        held = sum(memory[kind] for kind in HELD)
         return dict(calls=sum(c["calls"] for c in of_all), wire=sum(c["wire"] for c in of_all),
                     held=held, peak=memory["peak"], ms_per_step=self.ms(), block_ms=blocks)
 
@@ -484,20 +485,16 @@ class Run:
         if self.args.train:
             return
         ledger = self.main.ledger
-        memory = {**ledger.memory}
-        memory["states"] = sum(memory[k] for k in ("parameters", "gradients", "optimizer"))
-        if self.args.optimizer == "muon":  # these are AdamW's
-            rows = [row for row in rows if row[0] not in ("held optimizer", "held states")]
+        found = {f"held {kind}": size for kind, size in ledger.memory.items()}
+        found["held states"] = sum(found[f"held {kind}"] for kind in HELD)
+        for kind, figures in ledger.collectives.items():
+            found.update({f"{figure} {kind}": number for figure, number in figures.items()})
         for what, formula, expected, *measured in rows:
-            figure, of = what.split()
-            if not measured and figure == "held":
-                measured = [memory[of]]
-            elif not measured:
-                measured = [ledger.collectives.get(of, {}).get(figure, 0)]
-            self.book.append({
-                "what": what, "formula": formula, "expected": round(float(expected), 6),
-                "measured": round(float(measured[0]), 6),
-            })
+            if self.args.optimizer == "muon" and what in ("held optimizer", "held states"):
+                continue  # these are AdamW's
+            [number] = measured or [found.get(what, 0)]
+            self.book.append(dict(what=what, formula=formula, expected=round(float(expected), 6),
+                                  measured=round(float(number), 6)))
 
     def finish(self, plain=None, judged_as=None):
         """Check, gather, print, write --json -> exit code.
