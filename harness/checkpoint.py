@@ -214,7 +214,7 @@ def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {name: getattr(args, name) for name in (*COURSE, *args.course)}
     mine.update(args.cfg._asdict(), form=args.cfg.form.name)
-    mine["held_out"] = bool(args.eval_every)  # the corpus is shorter then
+    mine["--eval-every"] = bool(args.eval_every)  # the corpus is shorter then
     if args.decay != "none":
         mine["steps"] = args.steps  # the rate at every step depends on it
     return mine
@@ -295,10 +295,9 @@ def start_from(folder, flag, args):
     now = identity(args)
     names = [*SIZES, *(args.of_model if flag == "--init-from" else now)]
     for name in names:
-        word = "--eval-every" if name == "held_out" else name
         if name in found and name in now:
             require(found[name] == now[name],
-                    f"{flag} {place}: saved with {word} {found[name]}, not {now[name]}")
+                    f"{flag} {place}: saved with {name} {found[name]}, not {now[name]}")
     if flag == "--init-from":
         return Start(place, flag)
     steps = notes["steps"]

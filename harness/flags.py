@@ -15,15 +15,14 @@ IMPLS = ("idea", "scratch", "torch", "both", "all")
 SIZES = ("layers", "width", "heads", "vocab", "seq", "kv_heads", "hidden", "head_dim")  # flags
 
 # {flag: what argparse's add_argument takes}, and besides
-#   least, most    the bounds of a number
+#   least, most    the bounds of a number; least is 0 where it is not said
 #   course         True: what is trained depends on it, so that no checkpoint goes on with another;
 #                  "model": nor are weights taken from one, since no shape shows it
 FLAGS = {
     # the model
     "--impl": dict(default="scratch", choices=IMPLS, help="part 1, part 2, torch's own; both: the "
                    "last two in turn; all: these three"),
-    "--model": dict(default="toy", choices=tuple(PRESETS),
-                    help="a preset, of which the next eight change sizes"),
+    "--model": dict(default="toy", choices=tuple(PRESETS), help="a preset; see the next eight"),
     "--layers": dict(type=int, metavar="L", least=1, help="transformer blocks"),
     "--width": dict(type=int, metavar="C", least=1, help="embedding width"),
     "--heads": dict(type=int, metavar="H", least=1, help="attention heads"),
@@ -40,31 +39,29 @@ FLAGS = {
     "--optimizer": dict(default="adamw", choices=("adamw", "muon"), course=True,
                         help="muon: of hidden matrices, AdamW of the rest"),
     "--lr": dict(type=float, default=1e-3, least=1e-12, most=1e3, help="learning rate"),
-    "--warmup": dict(type=int, default=0, least=0, help="steps in which the rate climbs to --lr"),
+    "--warmup": dict(type=int, default=0, help="steps in which the rate climbs to --lr"),
     "--decay": dict(default="none", choices=("none", "linear", "cosine"),
                     help="how it falls to --min-lr afterwards"),
-    "--min-lr": dict(type=float, default=0.0, least=0, most=1e3,
-                     help="where --decay ends, one step after the last"),
-    "--clip": dict(type=float, default=1.0, least=0, help="largest gradient norm, 0: no clipping"),
-    "--seed": dict(type=int, default=0, least=0, help="of weights and batches"),
+    "--min-lr": dict(type=float, default=0.0, most=1e3, help="of --decay, a step after the last"),
+    "--clip": dict(type=float, default=1.0, help="largest gradient norm, 0: no clipping"),
+    "--seed": dict(type=int, default=0, help="of weights and batches"),
     "--data": dict(default="", metavar="PATH", help="text, folder, or token ids in FILE.bin, .u32 "
                    "(default: Python's own sources)"),
-    "--pad": dict(type=float, default=0.0, least=0, most=0.99,
-                  help="fraction of targets to ignore, unevenly (above 0.25: less)"),
+    "--pad": dict(type=float, default=0.0, most=0.99, help="fraction of targets to ignore"),
     "--train": dict(default="", metavar="REGEX", help="names of parameters; others are frozen"),
-    "--eval-every": dict(type=int, default=0, least=0, help="steps between held-out losses"),
+    "--eval-every": dict(type=int, default=0, help="steps between held-out losses"),
     # the run
     "--check": dict(action=argparse.BooleanOptionalAction, default=True,
                     help="compare with the plain GPT's steps"),
     "--timeout": dict(type=int, metavar="S", least=1, most=10**6,
                       help="until ranks give up a collective (30, NCCL 600)"),
     "--dry-run": dict(type=int, metavar="W", least=1, help="be one of W ranks, without memory"),
-    "--rank": dict(type=int, default=0, least=0, help="which one (dry run only)"),
+    "--rank": dict(type=int, default=0, help="which one (dry run only)"),
     "--json": dict(default="", metavar="FILE", help="for the report"),
     "--log-file": dict(default="", metavar="FILE", help="for a line of JSON per step"),
     "--profile": dict(default="", metavar="DIR", help="for a torch.profiler trace of each rank"),
     "--save": dict(default="", metavar="DIR", help="for checkpoints, in folders named by steps"),
-    "--save-every": dict(type=int, default=0, least=0,
+    "--save-every": dict(type=int, default=0,
                          help="steps between checkpoints (0: one, at the end)"),
     "--save-async": dict(action="store_true", help="train on while one is written, from a copy"),
     "--resume": dict(default="", metavar="DIR", help="go on from the newest in it, on any ranks"),
@@ -124,8 +121,8 @@ def parse(doc, flags, words=None):
     return args
 
 
-def check_bounds(name, value, least=None, most=sys.maxsize, **_):
-    if value is None or least is None:
+def check_bounds(name, value, least=0, most=sys.maxsize, **_):
+    if type(value) not in (int, float):
         return
     bounds = f"{least} or more"
     if most < sys.maxsize or value > most:  # sys.maxsize is told only to those who exceed it

@@ -57,7 +57,7 @@ def prove(plain, parallel, tolerance=None):
     dtype = torch.get_default_dtype()
     try:
         ours, trouble = all_steps(parallel(), ranks)
-    except TimeoutError:  # the others are not there to agree on it
+    except dist.DistStoreError:  # the others are not there to agree on it
         print(f"prove: rank {ranks.rank} makes no more steps, others go on\nprove: NOT EQUAL",
               flush=True)
         return False
@@ -90,7 +90,7 @@ def prove(plain, parallel, tolerance=None):
 def all_steps(training, ranks):
     """Runs a generator to its end on every rank -> snapshots of its steps, what is wrong.
 
-    Raises TimeoutError on a rank that has ended where others seem to wait for it in a collective.
+    Raises DistStoreError on a rank that has ended, if others seem to wait for it in a collective.
     """
     steps = []
     patience = 20.0  # seconds
@@ -298,19 +298,14 @@ class Ranks:
             self.store = dist.PrefixStore(f"prove {self.group.group_name}", store)
 
     def exchange(self, thing, patience=86400.0):
-        """What each rank has, of what JSON can say -> the list of all ranks' things.
-
-        Raises TimeoutError if the others are not there after so many seconds.
-        """
+        """What each rank has, of what JSON can say -> the list of all ranks' things. Raises
+        DistStoreError if the others are not there after so many seconds."""
         if self.size == 1:
             return [thing]
         self.said += 1
         self.store.set(f"{self.said} {self.rank}", json.dumps(thing))
         keys = [f"{self.said} {rank}" for rank in range(self.size)]
-        try:
-            self.store.wait(keys, timedelta(seconds=patience))
-        except RuntimeError as error:
-            raise TimeoutError from error
+        self.store.wait(keys, timedelta(seconds=patience))
         return [json.loads(self.store.get(key)) for key in keys]
 
     def from_first(self, snapshot):
