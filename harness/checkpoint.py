@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.usage import require
+from harness.flags import require
 
 # ---- pieces ------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from common import choose_backend, join_world, rendezvous
-from harness.usage import program
+from harness.flags import program
 
 TIMEOUT = {"gloo": 30, "nccl": 600}  # seconds until a collective is given up
 START = 300  # seconds until a rank gives up to find the others

@@ -22,12 +22,11 @@ from common import loss_sum, plain_steps
 from harness import checkpoint, report
 from harness.checkpoint import pieces_of
 from harness.compare import Trace, compare, fault
-from harness.flags import DTYPES
+from harness.flags import DTYPES, complain, program, require
 from harness.ledger import Ledger, held_by, nbytes, storage_of
 from harness.meet import meet
 from harness.optimizers import optimizer_of
 from harness.profiler import profiled
-from harness.usage import complain, program, require
 
 BLOCK = 5  # steps of one implementation before it is the other's turn
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # bf16, FLOP/s

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.usage import program, refusing, require
+from harness.flags import program, refusing, require
 
 # ---- what a plan says ----------------------------------------------------------
 

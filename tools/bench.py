@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
-from harness.usage import require  # noqa: E402
+from harness.flags import require  # noqa: E402
 from tools.launch import CORES, technique  # noqa: E402
 from tools.ranks import TECHNIQUES, Failed, measured, variants, worst_gap  # noqa: E402
 
