@@ -776,7 +776,6 @@ def main():
         run.train(sides, rows=share(args.batch, run.world_size, run.rank))
         if args.impl != "torch":
             run.textbook(textbook(sides[run.impls[0]].model, mesh))
-        run.show_held()
         return run.finish()
 
 

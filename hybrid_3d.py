@@ -983,8 +983,7 @@ VARIANTS = ("",)  # flags with which the file is worth running: none; tools/gpu.
 
 def layout(args):
     """Fills in what the flags leave open -> plans. What cannot run ends here, in one line."""
-    from harness.flags import refuse_flags, require
-    from harness.usage import refusing
+    from harness.flags import refuse_flags, refusing, require
 
     ranks = args.world_size // args.cp
     usual = 1

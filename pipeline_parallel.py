@@ -1098,11 +1098,11 @@ def refuse_shared_gpus(run, pp):
 def main():
     from harness.flags import arguments, require  # not above: the file is imported without harness/
     from harness.run import Run
-    from harness.timeline import planned, read_layers, read_plans, read_times, simulation
+    from harness.timeline import numbers, planned, read_layers, read_plans, simulation
 
     args = arguments(__doc__, FLAGS)
     refuse(args, require)
-    times = read_times(args.times)
+    times = numbers("--times", args.times, 4)
     plans = read_plans(args, args.pp or args.world_size, times, make_plans, late_ws)
     if args.simulate:
         return simulation(args, plans, times)

@@ -820,7 +820,6 @@ def main():
         run.train(sides, rows=share(args.batch, run.world_size, run.rank))
         if args.impl != "torch":
             run.textbook(textbook(run, sides[run.impls[0]].model))
-        run.show_held()
         return run.finish()
 
 

@@ -1,23 +1,16 @@
 """Saved training: what N ranks have saved, any other number of ranks in any layout reads.
 
-    --save DIR [--save-every K]    DIR/100, DIR/200, ..: a folder per checkpoint, named by its steps
-    --save-async                   training goes on while they are written
-    --resume DIR                   go on from the newest that is whole (or from DIR/100 itself)
-    --init-from DIR                take the weights alone, and start at step 0
-
-A checkpoint holds whole tensors under the names of the plain model, and the optimizer's states as
-NAME.exp_avg and NAME.exp_avg_sq (of Muon NAME.momentum_buffer). No rank need have a whole tensor:
-each tells which boxes of it lie in its memory, and that is a Piece. So every script and every
-layout reads every other's.
+A checkpoint, DIR/100 after 100 steps, holds whole tensors under the names of the plain model, and
+the optimizer's states as NAME.exp_avg and NAME.exp_avg_sq (of Muon NAME.momentum_buffer), flags and
+the steps behind it. No rank need have a whole tensor: each tells which boxes of it lie in its
+memory, and that is a Piece. So every script and every layout reads every other's.
 
     rank 0     Piece("up.weight", (8, 4), (0, 0), its rows 0 to 3)
     rank 1     Piece("up.weight", (8, 4), (4, 0), its rows 4 to 7)
 
 The files are those of torch.distributed.checkpoint: see dcp.py, which is imported where it is used,
 since it takes half as long as torch to load. It writes its table of contents, .metadata, last: a
-folder that has one is whole. The last two are kept. What makes the run the same is inside:
-parameters, the optimizer's states, the steps behind it (so the place in the data), flags. Nothing
-draws random numbers while it trains. DIR is a folder that all ranks see.
+folder that has one is whole.
 """
 import json
 import math
@@ -33,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.usage import require
+from harness.flags import require
 
 # ---- pieces ------------------------------------------------------------------
 
@@ -221,7 +214,7 @@ def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {name: getattr(args, name) for name in (*COURSE, *args.course)}
     mine.update(args.cfg._asdict(), form=args.cfg.form.name)
-    mine["held_out"] = bool(args.eval_every)  # the corpus is shorter then
+    mine["--eval-every"] = bool(args.eval_every)  # the corpus is shorter then
     if args.decay != "none":
         mine["steps"] = args.steps  # the rate at every step depends on it
     return mine
@@ -247,7 +240,7 @@ def reason(error):
 
 @contextmanager
 def loading(flag, place):
-    """What DCP raises in here, on a rank alone, ends the run."""
+    """What is raised in here, by DCP or because a file is not what it should be, ends the run."""
     from harness.dcp import checkpoint
 
     try:
@@ -256,6 +249,8 @@ def loading(flag, place):
         [(error, _)] = fault.failures.values()
         require(False, f"{flag} {place}: a file of it is missing or damaged ({reason(error)}); "
                 "one before it may be whole")
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
+        require(False, f"{flag} {place}: {reason(error)}")
 
 
 def newest(folder, flag):
@@ -266,13 +261,10 @@ def newest(folder, flag):
         steps = numbered(folder)
         require(steps, f"{flag} {folder}: no whole checkpoint there")
         place = place / str(steps[-1])
-    try:
-        with loading(flag, place):
-            [text] = read_whole(place, lambda name: name == "notes").values()
+    with loading(flag, place):
+        [text] = read_whole(place, lambda name: name == "notes").values()
         notes = json.loads(bytes(text.tolist()))
         return place, {name: notes[name] for name in ("steps", "identity", "extra")}
-    except (OSError, ValueError, LookupError, RuntimeError) as error:
-        require(False, f"{flag} {place}: {reason(error)}")
 
 
 def begin(args):
@@ -303,10 +295,9 @@ def start_from(folder, flag, args):
     now = identity(args)
     names = [*SIZES, *(args.of_model if flag == "--init-from" else now)]
     for name in names:
-        word = "--eval-every" if name == "held_out" else name
         if name in found and name in now:
             require(found[name] == now[name],
-                    f"{flag} {place}: saved with {word} {found[name]}, not {now[name]}")
+                    f"{flag} {place}: saved with {name} {found[name]}, not {now[name]}")
     if flag == "--init-from":
         return Start(place, flag)
     steps = notes["steps"]

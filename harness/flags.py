@@ -1,29 +1,32 @@
-"""The flags that every script takes, and what none of them can do. Bad usage is one line."""
+"""The flags that every script takes, and what none of them can do. Bad usage ends in one line on
+stderr and exit code 2 on every rank, and leaves no rank behind."""
 import argparse
+import contextlib
 import os
 import re
 import sys
+import time
 from functools import partial
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from common import PRESETS, launched
-from harness.usage import require
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 IMPLS = ("idea", "scratch", "torch", "both", "all")
 SIZES = ("layers", "width", "heads", "vocab", "seq", "kv_heads", "hidden", "head_dim")  # flags
 
 # {flag: what argparse's add_argument takes}, and besides
-#   least, most    the bounds of a number
+#   least, most    the bounds of a number; least is 0 where it is not said
 #   course         True: what is trained depends on it, so that no checkpoint goes on with another;
 #                  "model": nor are weights taken from one, since no shape shows it
 FLAGS = {
     # the model
     "--impl": dict(default="scratch", choices=IMPLS, help="part 1, part 2, torch's own; both: the "
                    "last two in turn; all: these three"),
-    "--model": dict(default="toy", choices=tuple(PRESETS), help="a preset, of which the next eight "
-                    "change sizes"),
+    "--model": dict(default="toy", choices=tuple(PRESETS), help="a preset; see the next eight"),
     "--layers": dict(type=int, metavar="L", least=1, help="transformer blocks"),
     "--width": dict(type=int, metavar="C", least=1, help="embedding width"),
     "--heads": dict(type=int, metavar="H", least=1, help="attention heads"),
@@ -33,51 +36,40 @@ FLAGS = {
     "--hidden": dict(type=int, metavar="F", least=1, help="width inside the MLP (likewise)"),
     "--head-dim": dict(type=int, metavar="D", least=1, help="width of a head (likewise)"),
     "--dtype": dict(default="fp32", choices=tuple(DTYPES), help="of parameters and arithmetic"),
-    "--device": dict(default="auto", choices=("auto", "cpu", "cuda"), help="auto: GPUs where "
-                     "there are any"),
+    "--device": dict(default="auto", choices=("auto", "cpu", "cuda"), help="auto: GPUs, if any"),
     # its training
-    "--batch": dict(type=int, metavar="B", least=1, help="sequences per step over all ranks (8, or "
-                    "one per rank)"),
+    "--batch": dict(type=int, metavar="B", least=1, help="sequences of all ranks (8, or one each)"),
     "--steps": dict(type=int, default=20, least=1, help="optimizer steps"),
-    "--optimizer": dict(default="adamw", choices=("adamw", "muon"), course=True, help="muon: for "
-                        "hidden matrices, with AdamW for the rest"),
+    "--optimizer": dict(default="adamw", choices=("adamw", "muon"), course=True,
+                        help="muon: of hidden matrices, AdamW of the rest"),
     "--lr": dict(type=float, default=1e-3, least=1e-12, most=1e3, help="learning rate"),
-    "--warmup": dict(type=int, default=0, least=0, help="steps in which the rate climbs to --lr"),
-    "--decay": dict(default="none", choices=("none", "linear", "cosine"), help="how it falls to "
-                    "--min-lr afterwards"),
-    "--min-lr": dict(type=float, default=0.0, least=0, most=1e3, help="where --decay ends, one "
-                     "step after the last"),
-    "--clip": dict(type=float, default=1.0, least=0, help="largest gradient norm, 0: no clipping"),
-    "--seed": dict(type=int, default=0, least=0, help="of weights and batches"),
-    "--data": dict(default="", metavar="PATH", help="text file, folder, or token ids in FILE.bin, "
-                   "FILE.u32 (default: Python's own sources)"),
-    "--pad": dict(type=float, default=0.0, least=0, most=0.99, help="fraction of targets to "
-                  "ignore, unevenly (above 0.25: less)"),
-    "--train": dict(default="", metavar="REGEX", help="train the parameters whose names it finds, "
-                    "freeze the others"),
-    "--eval-every": dict(type=int, default=0, least=0, help="steps between losses on text that is "
-                         "held out"),
+    "--warmup": dict(type=int, default=0, help="steps in which the rate climbs to --lr"),
+    "--decay": dict(default="none", choices=("none", "linear", "cosine"),
+                    help="how it falls to --min-lr afterwards"),
+    "--min-lr": dict(type=float, default=0.0, most=1e3, help="of --decay, a step after the last"),
+    "--clip": dict(type=float, default=1.0, help="largest gradient norm, 0: no clipping"),
+    "--seed": dict(type=int, default=0, help="of weights and batches"),
+    "--data": dict(default="", metavar="PATH", help="text, folder, or token ids in FILE.bin, .u32 "
+                   "(default: Python's own sources)"),
+    "--pad": dict(type=float, default=0.0, most=0.99, help="fraction of targets to ignore"),
+    "--train": dict(default="", metavar="REGEX", help="names of parameters; others are frozen"),
+    "--eval-every": dict(type=int, default=0, help="steps between held-out losses"),
     # the run
-    "--check": dict(action=argparse.BooleanOptionalAction, default=True, help="replay the steps "
-                    "with the plain GPT and compare"),
-    "--timeout": dict(type=int, metavar="S", least=1, most=10**6, help="until ranks give up "
-                      "a collective (30, NCCL 600)"),
-    "--dry-run": dict(type=int, metavar="W", least=1, help="be one of W ranks, without the others "
-                      "or memory"),
-    "--rank": dict(type=int, default=0, least=0, help="which one (dry run only)"),
+    "--check": dict(action=argparse.BooleanOptionalAction, default=True,
+                    help="compare with the plain GPT's steps"),
+    "--timeout": dict(type=int, metavar="S", least=1, most=10**6,
+                      help="until ranks give up a collective (30, NCCL 600)"),
+    "--dry-run": dict(type=int, metavar="W", least=1, help="be one of W ranks, without memory"),
+    "--rank": dict(type=int, default=0, help="which one (dry run only)"),
     "--json": dict(default="", metavar="FILE", help="for the report"),
     "--log-file": dict(default="", metavar="FILE", help="for a line of JSON per step"),
     "--profile": dict(default="", metavar="DIR", help="for a torch.profiler trace of each rank"),
-    "--save": dict(default="", metavar="DIR", help="for checkpoints, each in a folder named by its "
-                   "steps"),
-    "--save-every": dict(type=int, default=0, least=0, help="steps between checkpoints (0: one, "
-                         "at the end)"),
-    "--save-async": dict(action="store_true", help="train on while a checkpoint is written, from a "
-                         "copy"),
-    "--resume": dict(default="", metavar="DIR", help="go on from the newest checkpoint in it, on "
-                     "any ranks"),
-    "--init-from": dict(default="", metavar="DIR", help="start with the weights of the newest "
-                        "checkpoint in it"),
+    "--save": dict(default="", metavar="DIR", help="for checkpoints, in folders named by steps"),
+    "--save-every": dict(type=int, default=0,
+                         help="steps between checkpoints (0: one, at the end)"),
+    "--save-async": dict(action="store_true", help="train on while one is written, from a copy"),
+    "--resume": dict(default="", metavar="DIR", help="go on from the newest in it, on any ranks"),
+    "--init-from": dict(default="", metavar="DIR", help="start with the newest one's weights"),
 }
 
 
@@ -115,31 +107,26 @@ def variable(flag):
 def parse(doc, flags, words=None):
     """Flags as FLAGS has them, or arguments without a name -> argparse's result, in bounds."""
     wide = partial(argparse.HelpFormatter, max_help_position=30, width=100)
-    words_of = [f"[{name}]" if flag.get("nargs") == "?" else name
-                for name, flag in flags.items() if name[0] != "-"]
-    usage = " ".join(["%(prog)s", *words_of, "[flags]"])
-    parser = argparse.ArgumentParser(description=doc.split("\n")[0], usage=usage,
-                                     allow_abbrev=False, formatter_class=wide)
+    words_of = [name for name in flags if name[0] != "-"]
+    parser = argparse.ArgumentParser(
+        description=doc.split("\n")[0], usage=" ".join(["%(prog)s", *words_of, "[flags]"]),
+        allow_abbrev=False, formatter_class=wide)
     parser.error = lambda message: require(False, message)
     for name, flag in flags.items():
-        add_flag(parser, name, flag)
+        settings = {key: flag[key] for key in flag if key not in ("least", "most", "course")}
+        if str(settings.get("default")).strip() not in ("None", "", "True", "False"):
+            settings["help"] += " (%(default)s)"
+        if name[0] == "-" and "choices" not in settings and "action" not in settings:
+            settings.setdefault("metavar", "X" if settings.get("type") is float else "N")
+        parser.add_argument(name, **settings)
     args = parser.parse_args(words)
     for name, flag in flags.items():
         check_bounds(name, getattr(args, variable(name)), **flag)
     return args
 
 
-def add_flag(parser, name, flag):
-    settings = {key: flag[key] for key in flag if key not in ("least", "most", "course")}
-    if str(settings.get("default")).strip() not in ("None", "", "True", "False"):
-        settings["help"] += " (%(default)s)"
-    if name[0] == "-" and "choices" not in settings and "action" not in settings:
-        settings.setdefault("metavar", "X" if settings.get("type") is float else "N")
-    parser.add_argument(name, **settings)
-
-
-def check_bounds(name, value, least=None, most=sys.maxsize, **_):
-    if value is None or least is None:
+def check_bounds(name, value, least=0, most=sys.maxsize, **_):
+    if type(value) not in (int, float):
         return
     bounds = f"{least} or more"
     if most < sys.maxsize or value > most:  # sys.maxsize is told only to those who exceed it
@@ -171,10 +158,8 @@ def refuse(args, launch):
             f"--dry-run is one rank alone: use python, not torchrun with {ranks}")
     require(args.rank < (args.dry_run or 1),  # without a dry run there is the default alone, 0
             f"--rank {args.rank}: is for --dry-run, up to {args.world_size - 1}")
-    require(args.device != "cuda" or torch.cuda.is_available(),
-            "--device cuda: torch finds no GPU, which it wants in a dry run, too")
-    require(args.optimizer == "adamw" or args.impl == "scratch",
-            f"--optimizer {args.optimizer} is for --impl scratch")
+    require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch finds no GPU")
+    require(args.optimizer == "adamw" or args.impl == "scratch", "--optimizer: for --impl scratch")
     require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}")
     require(args.warmup < args.steps,
             f"--warmup {args.warmup}: leave a step of --steps {args.steps} for the full rate")
@@ -204,3 +189,53 @@ def refuse_file(flag, path):
     folder = os.path.dirname(os.path.abspath(path))
     require(os.path.isdir(folder) and os.access(folder, os.W_OK),
             f"{flag} {path}: no such folder to write to")
+
+
+# ---- bad usage ---------------------------------------------------------------
+
+PATIENCE = 5  # seconds in which ranks that leave wait for each other
+
+
+def program():
+    """The name of the script that runs."""
+    return Path(sys.argv[0]).name
+
+
+def require(condition, message, code=2):
+    """Go on if the condition holds; else end every rank, after one line on stderr.
+
+    Under torchrun the first rank that sees the fault speaks. Without torchrun, ranks cannot know
+    who is the first, and the first one of each machine speaks.
+    """
+    if condition:
+        return
+    # the store of torchrun's agent is there before the ranks are, unless it keeps it to itself
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"  # whatever a stale LOCAL_RANK says
+        if alone or os.environ.get("LOCAL_RANK", "0") == "0":
+            complain(message)
+        sys.exit(code)
+    store = next(dist.rendezvous("env://"))[0]
+    key = f"leaving, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    leaving = store.add(key, 1)
+    if leaving == 1:
+        complain(message)
+    end = time.monotonic() + PATIENCE
+    while leaving < int(os.environ["WORLD_SIZE"]) and time.monotonic() < end:
+        time.sleep(0.01)  # torchrun ends all ranks as soon as one has left: leave together
+        leaving = store.add(key, 0)
+    print(end="", flush=True)  # what stdout still holds
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def refusing():
+    """What a technique asserts in here is bad usage: see require."""
+    try:
+        yield
+    except AssertionError as error:
+        require(False, str(error))
+
+
+def complain(message):
+    print(f"{program()}: error: {message}", file=sys.stderr, flush=True)

@@ -8,11 +8,11 @@
                           {activations}: the most that autograd kept for backward at one time,
                           parameters left out
                           {peak}: the most that was alive at one time
-                          {host}: the most of CPU tensors, where the device is a GPU
 
 It is a TorchDispatchMode: below autograd and above the kernels, so it sees every tensor that an
 operation makes and every collective of COLLECTIVES, those of DistributedDataParallel's C++ reducer,
-of fully_shard and of DTensor included. It does not see gather and scatter. It needs only torch.
+of fully_shard and of DTensor included. It does not see gather, scatter and an all_to_all of lists.
+It needs only torch.
 """
 import re
 import time
@@ -38,7 +38,7 @@ COLLECTIVES = {
     re.compile("_?broadcast"): Collective("broadcast", 0, 0),
     re.compile("reduce_$"): Collective("reduce", 0, 0),
     re.compile("_?reduce_scatter"): Collective("reduce_scatter", 1, 0),
-    re.compile("_?all_?to_?all"): Collective("all_to_all", 1, 0),
+    re.compile("_?all_?to_?all_(base|single)"): Collective("all_to_all", 1, 0),
     re.compile("_?send"): Collective("send", 0, 0),
     re.compile("_?recv"): Collective("recv", 0, 0),
 }
@@ -56,21 +56,13 @@ def group_of(args):
     return dist.distributed_c10d._resolve_process_group(names[-1])
 
 
-def splits_of(args):
-    """The input splits of an all_to_all; empty or None where they are even."""
-    lists = [a for a in args if isinstance(a, list)] or [[]]
-    # the input's comes last; that of the outputs, before it, is there even if empty
-    if all(isinstance(t, torch.Tensor) for t in lists[-1]):
-        return [t.numel() for t in lists[-1]]  # dist.all_to_all: of tensors
-    return lists[-1]
-
-
-def sent_fraction(kind, group, splits):
+def sent_fraction(kind, group, args):
     """How much of the payload this rank sends with ring algorithms; of broadcast and reduce, where
     one rank sends nothing, the mean over ranks."""
     n = group.size()
-    if splits and sum(splits) > 0:
-        return 1 - Fraction(splits[group.rank()], sum(splits))  # what a rank keeps is not sent
+    lists = [a for a in args if isinstance(a, list)]
+    if kind == "all_to_all" and lists and sum(lists[-1]) > 0:  # the splits of its input come last
+        return 1 - Fraction(lists[-1][group.rank()], sum(lists[-1]))  # what a rank keeps stays
     fixed = {"send": Fraction(1), "recv": Fraction(0), "all_reduce": Fraction(2 * (n - 1), n)}
     return fixed.get(kind, Fraction(n - 1, n))
 
@@ -157,8 +149,6 @@ class Ledger(TorchDispatchMode):
             self.memory[kind] = nbytes(tensors, self.device)
         self.memory["activations"] = self.activations
         self.memory["peak"] = self.peaks[self.device]
-        if self.device != "cpu":
-            self.memory["host"] = self.peaks["cpu"]
         for figures in (self.groups, *self.collectives.values()):
             for name, number in figures.items():
                 if isinstance(number, Fraction):  # until here sums are exact
@@ -192,8 +182,7 @@ class Ledger(TorchDispatchMode):
         buffer = out if index is RESULT else args[index]
         payload = sum(t.nbytes for t in tree_leaves(buffer))
         group = group_of(args)
-        splits = splits_of(args) if collective.kind == "all_to_all" else None
-        wire = payload * sent_fraction(collective.kind, group, splits)
+        wire = payload * sent_fraction(collective.kind, group, args)
         self.collectives[collective.kind].update(calls=1, payload=payload, wire=wire)
         self.groups[group.group_name] += wire
 

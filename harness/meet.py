@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from common import choose_backend, join_world, rendezvous
-from harness.usage import program
+from harness.flags import program
 
 TIMEOUT = {"gloo": 30, "nccl": 600}  # seconds until a collective is given up
 START = 300  # seconds until a rank gives up to find the others
@@ -61,12 +61,10 @@ def patience(words, limit, seconds=5):
     def watch():
         if over.wait(min(seconds, limit)):
             return
-        if seconds < limit:
-            print(words(), file=sys.stderr, flush=True)
-            if over.wait(limit - seconds):
-                return
-        print(f"{words()}: given up after {limit} s", file=sys.stderr, flush=True)
-        os._exit(1)
+        print(words(), file=sys.stderr, flush=True)
+        if not over.wait(max(0, limit - seconds)):
+            print(f"{words()}: given up after {limit} s", file=sys.stderr, flush=True)
+            os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
     try:

@@ -1,17 +1,13 @@
-"""One step under torch.profiler: a trace to look at, its largest entries, and how much of the
-communication nothing hides.
+"""One step under torch.profiler: a trace to look at, and how much of the communication nothing
+hides.
 
 Open the trace, a file for each rank, at ui.perfetto.dev or chrome://tracing.
 """
 import contextlib
 import json
 import math
-from operator import attrgetter
-from pathlib import Path
 
 import torch
-
-LARGEST = 10  # entries that are printed
 
 
 @contextlib.contextmanager
@@ -25,17 +21,9 @@ def profiled(path, say):
     with torch.profiler.profile() as profile:
         yield found
     profile.export_chrome_trace(str(path))
-    rows = profile.key_averages()
-    time = "self_cpu_time_total"  # microseconds
-    if any(row.self_device_time_total for row in rows):
-        time = "self_device_time_total"
-    say(f"\nprofile of one step, in {path}; its largest entries:")
-    for row in sorted(rows, key=attrgetter(time), reverse=True)[:LARGEST]:
-        ms = getattr(row, time) / 1e3
-        say(f"  {row.key[:50]:52} {ms:9.3f} ms in {row.count} calls")
-    events = json.loads(Path(path).read_text())["traceEvents"]
-    whole, moving, exposed = exposed_time(events)
+    whole, moving, exposed = exposed_time(json.loads(path.read_text())["traceEvents"])
     found.update(communication=moving / 1e3, exposed=exposed / 1e3)
+    say(f"\nprofile of one step, in {path}")
     if whole:
         say(f"  communication that no computation hides: {exposed / 1e3:.3f} of "
             f"{whole / 1e3:.3f} ms, {exposed / whole:.0%}")
@@ -53,9 +41,8 @@ def exposed_time(events):
     """
     timed = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
     kernels = [event for event in timed if event.get("cat") == "kernel"]
-    operators = [event for event in timed if event["name"].startswith("aten::")]
+    working = kernels or [event for event in timed if event["name"].startswith("aten::")]
     moving = [span(event) for event in timed if is_transport(event)]
-    working = kernels or operators  # kernels, where there are any
     busy = [span(event) for event in working if not is_transport(event)]
     if not moving + busy:
         return 0.0, 0.0, 0.0

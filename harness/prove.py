@@ -57,7 +57,7 @@ def prove(plain, parallel, tolerance=None):
     dtype = torch.get_default_dtype()
     try:
         ours, trouble = all_steps(parallel(), ranks)
-    except TimeoutError:  # the others are not there to agree on it
+    except dist.DistStoreError:  # the others are not there to agree on it
         print(f"prove: rank {ranks.rank} makes no more steps, others go on\nprove: NOT EQUAL",
               flush=True)
         return False
@@ -69,7 +69,7 @@ def prove(plain, parallel, tolerance=None):
     count = ranks.exchange(len(theirs))[0]
     if not trouble and count != len(ours):
         trouble = [f"parallel makes {len(ours)} steps, plain {count} or more"]
-    precision = precision_of(max(ranks.exchange(max(map(eps_of, ours + theirs), default=0.0))))
+    precision = precision_of(ours + theirs, ranks)
     limits = TOLERANCES[precision]
     limits = limits if tolerance is None else dict.fromkeys(limits, tolerance)
     worst = {}  # {kind: (gap, name)}
@@ -90,7 +90,7 @@ def prove(plain, parallel, tolerance=None):
 def all_steps(training, ranks):
     """Runs a generator to its end on every rank -> snapshots of its steps, what is wrong.
 
-    Raises TimeoutError on a rank that has ended where others seem to wait for it in a collective.
+    Raises DistStoreError on a rank that has ended, if others seem to wait for it in a collective.
     """
     steps = []
     patience = 20.0  # seconds
@@ -197,24 +197,17 @@ def differences(ours, plain, limit, ranks, noise=None):
             shapes = f"{tuple(ours[name].shape)}, not {tuple(plain[name].shape)}"
             found[name] = math.inf, f"has the shape {shapes}: a piece that nobody gathers?", 0.0
         else:
-            scale = max(sizes[name], floor)
+            scale = max(sizes[name], floor, 1e-300)  # all may be zero
             mine = ours[name].double()
             theirs = plain[name].double()
             if noise and name in noise:
                 mine = torch.where(noise[name], theirs, mine)
-            gap = gap_of(mine, theirs, scale)
+            gap = largest(mine - theirs) / scale
+            if math.isnan(gap):
+                gap = math.inf
             words = looks_like(mine, theirs, limit * scale, ranks) if gap > limit else ""
             found[name] = gap, words, mine.abs().sum().item()
     return found
-
-
-def gap_of(ours, plain, scale):
-    difference = largest(ours - plain)
-    if difference == 0:
-        return 0.0
-    if math.isfinite(difference) and scale > 0:
-        return difference / scale
-    return math.inf
 
 
 def largest(t):
@@ -250,14 +243,14 @@ def pattern(ours, plain, ranks):
     if math.isclose(factor, 1, rel_tol=1e-3):
         return f"{factor:.7f} times what it should be: does clipping hide a factor? Leave it out"
     words = f"{factor:.3f} times what it should be"
-    for count in range(2, 1025):
-        parts = f"{count} micro-batches, or the ranks of one axis,"
-        if count == ranks:
-            parts = f"the {count} ranks, or as many micro-batches,"
-        if math.isclose(factor, count, rel_tol=1e-3):
-            return f"{words}: a sum over {parts} where a mean belongs, or it counts {count} times"
-        if math.isclose(factor, 1 / count, rel_tol=1e-3):
-            return f"{words}: a mean over {parts} where a sum belongs, or one of {count} summands"
+    count = round(max(factor, 1 / factor))
+    parts = f"{count} micro-batches, or the ranks of one axis,"
+    if count == ranks:
+        parts = f"the {count} ranks, or as many micro-batches,"
+    if 1 < count <= 1024 and math.isclose(factor, count, rel_tol=1e-3):
+        return f"{words}: a sum over {parts} where a mean belongs, or it counts {count} times"
+    if 1 < count <= 1024 and math.isclose(factor, 1 / count, rel_tol=1e-3):
+        return f"{words}: a mean over {parts} where a sum belongs, or one of {count} summands"
     return f"{words}: another clipping, loss scale, rate or number of targets"
 
 
@@ -275,12 +268,10 @@ def add_noise(noise, gradients, part):
         noise[name] = mask | noise.get(name, mask)
 
 
-def eps_of(snapshot):
-    """Of the narrowest dtype among its gradients."""
-    return max((torch.finfo(t.dtype).eps for t in snapshot["gradient"].values()), default=0.0)
-
-
-def precision_of(eps):
+def precision_of(steps, ranks):
+    """Of the narrowest dtype among gradients, on any rank."""
+    eps = [torch.finfo(t.dtype).eps for step in steps for t in step["gradient"].values()]
+    eps = max(ranks.exchange(max(eps, default=0.0)))
     if eps < 1e-15:
         return "fp64"
     if eps < 1e-6:
@@ -307,19 +298,14 @@ class Ranks:
             self.store = dist.PrefixStore(f"prove {self.group.group_name}", store)
 
     def exchange(self, thing, patience=86400.0):
-        """What each rank has, of what JSON can say -> the list of all ranks' things.
-
-        Raises TimeoutError if the others are not there after so many seconds.
-        """
+        """What each rank has, of what JSON can say -> the list of all ranks' things. Raises
+        DistStoreError if the others are not there after so many seconds."""
         if self.size == 1:
             return [thing]
         self.said += 1
         self.store.set(f"{self.said} {self.rank}", json.dumps(thing))
         keys = [f"{self.said} {rank}" for rank in range(self.size)]
-        try:
-            self.store.wait(keys, timedelta(seconds=patience))
-        except RuntimeError as error:
-            raise TimeoutError from error
+        self.store.wait(keys, timedelta(seconds=patience))
         return [json.loads(self.store.get(key)) for key in keys]
 
     def from_first(self, snapshot):

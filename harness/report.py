@@ -1,7 +1,5 @@
 """What a run tells: a table while it trains, and at the end what was proved, counted and timed."""
-import math
 
-BAR = 40  # characters of the longest bar
 SHOWN = 6  # tensors that differ
 
 # ---- while it trains ---------------------------------------------------------
@@ -16,24 +14,14 @@ def human(n):
     return f"{n:.6g} B"
 
 
-def bars(rows):
-    """[(label, bytes)] -> lines with bars, the longest of BAR characters."""
-    unit = max(size for _, size in rows) / BAR
-    return [f"  {label:12} {'#' * round(size / unit):{BAR}} {human(size)}" for label, size in rows]
-
-
 def head(validates):
     """validates: is there a column for the loss on held-out text?"""
-    more = f" {'held out':>9} {'perplexity':>11}" if validates else ""
+    more = " held out" if validates else ""
     return f"{'step':>6} {'loss':>9} {'norm':>9} {'rate':>9} {'tok/s':>9}{more}"
 
 
-def held_out(loss):
-    return f" {loss:9.4f} {math.exp(min(loss, 700)):11.2f}"
-
-
 def row(step, loss, norm, rate, tokens_per_second, validation=None):
-    more = "" if validation is None else held_out(validation)
+    more = "" if validation is None else f"{validation:9.4f}"
     return f"{step:6d} {loss:9.4f} {norm:9.4f} {rate:9.2e} {tokens_per_second:9,.0f}{more}"
 
 
@@ -55,7 +43,11 @@ def show(report):
         moved = f"payload {human(c['payload'])}   sent {human(c['wire'])}"
         print(f"  {name:14} {c['calls']} calls   {moved}")
     for row in report["textbook"]:
-        print("  textbook ", textbook_line(row))
+        in_words = "{:g}".format if row["what"].startswith("calls") else human
+        line = f"{row['what']} = {row['formula']} = {in_words(row['expected'])}: "
+        equal = row["expected"] == row["measured"]
+        line += "equal" if equal else f"measured {in_words(row['measured'])}"
+        print("  textbook ", line)
     if report["ms_per_step"]:
         line = f"{report['ms_per_step']:.1f} ms/step, {report['tokens_per_second']:,.0f} tok/s"
         if "speedup" in report:
@@ -104,12 +96,3 @@ def verdict(check):
 
 def gaps_of(check):
     return ", ".join(f"{word} {check[kind]:.1e}" for kind, word in WORDS.items() if kind in check)
-
-
-def textbook_line(row):
-    in_words = "{:g}".format if row["unit"] == "count" else human
-    line = f"{row['what']} = {row['formula']} = {in_words(row['expected'])}: "
-    if row["expected"] == row["measured"]:
-        return line + "equal"
-    return line + f"measured {in_words(row['measured'])}"
-

@@ -22,18 +22,18 @@ from common import loss_sum, plain_steps
 from harness import checkpoint, report
 from harness.checkpoint import pieces_of
 from harness.compare import Trace, compare, fault
-from harness.flags import DTYPES
+from harness.flags import DTYPES, complain, program, require
 from harness.ledger import Ledger, held_by, nbytes, storage_of
 from harness.meet import meet
 from harness.optimizers import optimizer_of
 from harness.profiler import profiled
-from harness.usage import complain, program, require
 
 BLOCK = 5  # steps of one implementation before it is the other's turn
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # bf16, FLOP/s
 CHECKED = 300  # steps of one run that are compared, at most
 HELD_OUT = 20  # with --eval-every the last 1/20 of the text is not trained on
 BATCHES = 8  # of it, always the same
+HELD = ("parameters", "gradients", "optimizer")  # between steps
 
 # ---- what is trained -----------------------------------------------------------
 
@@ -72,7 +72,7 @@ class Side:
         # what a wrapper such as DistributedDataParallel is around
         module = getattr(self.model, "module", self.model)
         self.full_gradients = self.full_gradients or partial(gradients_of, module)
-        self.full_state_dict = self.full_state_dict or partial(state_of, module)
+        self.full_state_dict = self.full_state_dict or (lambda: whole(module.state_dict()))
         self.evaluate = self.evaluate or (lambda x, y: loss_sum(self.model(x), y))
         self.pieces = self.pieces or (lambda: pieces_of(module.named_parameters(), self.optimizer))
         self.held = self.held or partial(held_by, self.held_of or self.model, self.optimizer)
@@ -84,10 +84,8 @@ class Side:
                 storage_of(t).resize_(0)
 
     def ms(self):
-        """The median over the steps, without the first and the last if there are others; or None.
-
-        The first is a warmup, and the ledger slows the last one down.
-        """
+        """The median over the steps, or None. If there are others, not of the first, a warmup, and
+        the last, which the ledger slows down."""
         return statistics.median(self.times[1:-1] or self.times) if self.times else None
 
     def figures(self):
@@ -96,54 +94,21 @@ class Side:
         of_all = self.ledger.collectives.values()
         times = self.times[:-1] or self.times  # the ledger slows the last one down
         blocks = [statistics.median(times[i:i + BLOCK]) for i in range(0, len(times), BLOCK)]
-        held = sum(memory[kind] for kind in ("parameters", "gradients", "optimizer"))
+        held = sum(memory[kind] for kind in HELD)
         return dict(calls=sum(c["calls"] for c in of_all), wire=sum(c["wire"] for c in of_all),
                     held=held, peak=memory["peak"], ms_per_step=self.ms(), block_ms=blocks)
 
 
 def gradients_of(module):
-    return {name: whole(p.grad) for name, p in module.named_parameters() if p.requires_grad}
+    return whole({name: p.grad for name, p in module.named_parameters() if p.requires_grad})
 
 
-def state_of(module):
-    return {name: whole(t) for name, t in module.state_dict().items()}
-
-
-def whole(t):
-    if hasattr(t, "full_tensor"):
-        return t.full_tensor()  # of a DTensor
-    return t
-
-
-class Clock:
-    """Marks in the work of a device: on GPUs events in the current stream, on CPUs seconds.
-
-    Nobody waits when a mark is made. Reading the time between two marks waits for the second.
-    """
-
-    def __init__(self, on_gpu):
-        self.on_gpu = on_gpu
-
-    def mark(self):
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, start, end):
-        """-> milliseconds from one mark to another."""
-        if not self.on_gpu:
-            return 1e3 * (end - start)
-        end.synchronize()
-        return start.elapsed_time(end)
+def whole(named):
+    """{name: tensor}, of which DTensors become whole"""
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in named.items()}
 
 
 # ---- a run ---------------------------------------------------------------------
-
-
-def plain_gpt(run):
-    return build(run.cfg, run.args.seed, run.device, run.dtype)
 
 
 def hold_out(corpus, seq):
@@ -164,7 +129,7 @@ class Run:
         self.script = Path(program()).stem
         self.dry = bool(args.dry_run)
         self.dtype = DTYPES[args.dtype]
-        self.build_plain = build_plain or plain_gpt
+        self.build_plain = build_plain or Run.build_gpt
         several = {"both": ("scratch", "torch"), "all": ("scratch", "torch", "idea")}
         self.impls = impls or several.get(args.impl, (args.impl,))
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
@@ -177,7 +142,6 @@ class Run:
         if self.dry:  # one step that makes AdamW's states, one that has them
             self.last = min(args.steps, 2) - 1
         self.checked = min(self.last, self.first + CHECKED - 1)  # the last step that is compared
-        self.often = max(1, args.steps // 10)  # steps between lines of the table
         self.load_text()
         self.join()
         self.open_books()
@@ -218,10 +182,7 @@ class Run:
         self.saver = None  # of checkpoints
         if self.args.save:
             self.saver = checkpoint.Saver(self.args.save, self.args.save_async)
-        self.clock = Clock(self.on_gpu)
-        self.begun = 0.0  # on the host's clock, when the first step was over
         self.log = None  # --log-file, on rank 0
-        self.failed = False  # could a file not be written?
         self.profile = {}  # milliseconds of communication in the last step, if --profile knows
         self.book = []  # rows of the textbook
         self.extra = {}  # a script's own keys of the report
@@ -258,23 +219,16 @@ class Run:
 
     def say(self, *words):
         if self.dry or self.rank == 0:
-            try:
-                print(*words, flush=True)
-            except BrokenPipeError:  # nobody reads (`| head -1`): the run is worth more
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-    def show_held(self):
-        """What this rank holds in a step, by kind, as bars."""
-        memory = self.main.ledger.memory
-        self.say("\nheld in one step")
-        for line in report.bars(list(memory.items())):
-            self.say(line)
+            print(*words, flush=True)
 
     # -- what is trained, and on what
 
     def build(self):
         """The plain model, with this run's weights, device and dtype; --train freezes the rest."""
         return self.freeze(self.build_plain(self))
+
+    def build_gpt(self):
+        return build(self.cfg, self.args.seed, self.device, self.dtype)
 
     def freeze(self, model):
         """The plain model; with --train freezes what it does not find -> the model."""
@@ -286,9 +240,11 @@ class Run:
 
     def batch(self, step, rows=None):
         """Rows (default: all) of a step's global batch -> inputs, targets, valid in all of it."""
+        return self.batch_of(self.corpus, step, self.args.pad, rows)
+
+    def batch_of(self, corpus, step, pad, rows=None):
         args = self.args
-        x, y, valid = get_batch(self.corpus, self.cfg.seq, args.seed, step, args.batch, args.pad,
-                                rows)
+        x, y, valid = get_batch(corpus, self.cfg.seq, args.seed, step, args.batch, pad, rows)
         if not self.dry:
             self.refuse_unknown(x, y)
         return x.to(self.device), y.to(self.device), valid
@@ -297,9 +253,6 @@ class Run:
         largest = max(x.max().item(), y.max().item())
         require(largest < self.cfg.vocab, f"--data {self.args.data}: token {largest} is beyond "
                 f"--vocab {self.cfg.vocab}")
-
-    def rate(self, step):
-        return learning_rate(step, self.args)
 
     def optimizer(self, named, **ways):
         """What --optimizer says, for (name, parameter) pairs. ways: see optimizer_of."""
@@ -347,22 +300,22 @@ class Run:
         self.say(report.head(self.args.eval_every))
         if self.args.eval_every:
             losses = [self.validate(self.sides[impl], self.first - 1) for impl in self.impls]
-            self.say(f"{'start':>6}" + " " * 40 + report.held_out(losses[0]))
+            self.say(f"{'start':>6}{losses[0]:49.4f}")
 
     def train_one_step(self, impl, side, step):
         for group in side.optimizer.param_groups:
-            group["lr"] = self.rate(step)
+            group["lr"] = learning_rate(step, self.args)
         x, y, valid = self.batch(step, self.rows)
         clip = self.args.clip or math.inf
         with side.watch(step), self.measure(impl, side, step):
-            before = self.clock.mark()
+            before = self.mark()
             loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, clip)
-            after = self.clock.mark()
+            after = self.mark()
         if self.dry:
             return
         loss = loss.detach().double() / side.copies
         dist.all_reduce(loss)  # partial -> replicated
-        side.times.append(self.clock.ms(before, after))
+        side.times.append(self.between(before, after))
         side.trace.log(step, loss, norm)
         self.judge(side, step, loss, norm)
         validation = self.validate(side, step) if self.validates(step) else None
@@ -370,6 +323,21 @@ class Run:
             self.tell(side, step, loss.item(), float(norm), validation)
         if self.saver:
             self.save(side, step)  # there is one side: see checkpoint.begin()
+
+    def mark(self):
+        """-> seconds on CPUs; on GPUs an event in the current stream, for which nobody waits."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start, end):
+        """-> milliseconds between two marks, when the work of a GPU has come to the second."""
+        if not self.on_gpu:
+            return 1e3 * (end - start)
+        end.synchronize()
+        return start.elapsed_time(end)
 
     @contextlib.contextmanager
     def measure(self, impl, side, step):
@@ -420,20 +388,15 @@ class Run:
     def tell(self, side, step, loss, norm, validation):
         """On rank 0: a line of the table, a line of --log-file."""
         ms = side.times[-1]
+        rate = learning_rate(step, self.args)
         of_step = self.args.batch * self.cfg.seq  # tokens
-        row = report.row(step, loss, norm, self.rate(step), 1e3 * of_step / ms, validation)
-        now = time.monotonic()
-        if step == self.first:
-            self.begun = now
-        if validation is not None or step in (self.first, self.last) or step % self.often == 0:
-            self.say(row)
-        elif os.isatty(1):
-            left = (now - self.begun) / (step - self.first) * (self.last - step)
-            # back to the beginning of the line: what follows is longer, and covers it
-            print(f"{step + 1:6d} of {self.last + 1}, {left:.0f} s left  ", end="\r", flush=True)
+        often = max(1, self.args.steps // 10)
+        if validation is not None or step in (self.first, self.last) or step % often == 0:
+            speed = 1e3 * of_step / ms
+            self.say(report.row(step, loss, norm, rate, speed, validation))
         if not self.log:
             return
-        figures = dict(step=step, loss=loss, norm=norm, rate=self.rate(step), ms=ms,
+        figures = dict(step=step, loss=loss, norm=norm, rate=rate, ms=ms,
                        tokens=(step + 1) * of_step, **self.profile)
         figures["held"] = sum(nbytes(tensors) for tensors in side.held().values())
         if validation is not None:
@@ -442,19 +405,16 @@ class Run:
         figures["process_peak"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if self.on_gpu:  # in this step
             figures["allocator_peak"] = torch.cuda.max_memory_allocated()
-        try:
-            self.log.write(json.dumps(figures) + "\n")
-        except OSError as error:
-            complain(f"--log-file {self.log.name}: {error.strerror}: the run goes on without it")
-            self.log = None
-            self.failed = True
+        self.log.write(json.dumps(figures) + "\n")
 
     # -- held-out text
 
     def validates(self, step):
-        """Is the loss on held-out text due after this step?"""
+        """Is the loss on held-out text due after this step? It is before the first one, too."""
         every = self.args.eval_every
-        return bool(every) and ((step + 1) % every == 0 or step == self.last)
+        if not every or step < self.first:
+            return every > 0 and step == self.first - 1
+        return (step + 1) % every == 0 or step == self.last
 
     def validate(self, side, step):
         """-> the loss on held-out text, a number, after this step."""
@@ -466,12 +426,10 @@ class Run:
     @torch.no_grad()
     def on_held_out(self, evaluate, rows=None):
         """evaluate(inputs, targets) of rows of each held-out batch -> their part of the loss."""
-        args = self.args
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for k in range(BATCHES):
-            x, y, valid = get_batch(self.held_out, self.cfg.seq, args.seed, k, args.batch, 0, rows)
-            self.refuse_unknown(x, y)
-            total += evaluate(x.to(self.device), y.to(self.device)) / valid
+            x, y, valid = self.batch_of(self.held_out, k, 0, rows)
+            total += evaluate(x, y) / valid
         return total / BATCHES
 
     # -- the plain run
@@ -497,25 +455,21 @@ class Run:
         trace = Trace()
 
         def validate(step):
-            loss = self.on_held_out(lambda x, y: loss_sum(model(x), y))
-            trace.validation[step] = loss.cpu()
+            if self.validates(step):
+                loss = self.on_held_out(lambda x, y: loss_sum(model(x), y))
+                trace.validation[step] = loss.cpu()
 
-        if self.args.eval_every and begin == self.first:
-            validate(begin - 1)
+        validate(begin - 1)
         steps = range(begin, self.checked + 1)
-        batches = ((self.rate(step), *self.batch(step)) for step in steps)
+        batches = ((learning_rate(step, self.args), *self.batch(step)) for step in steps)
         plain = plain_steps(model, optimizer, batches, self.args.clip, extra_loss)
         for step, (loss, norm) in zip(steps, plain):
-            if self.args.eval_every and step == self.first - 1:
-                validate(step)
-            if step < self.first:
-                continue
-            trace.log(step, loss, norm)
+            if step >= self.first:
+                trace.log(step, loss, norm)
             if self.keeps(step):
                 gradients = {name: p.grad for name, p in trained.items()}
                 trace.keep(step, gradients, model.state_dict())
-            if self.validates(step):
-                validate(step)
+            validate(step)
         return trace
 
     # -- the report
@@ -530,21 +484,16 @@ class Run:
         if self.args.train:
             return
         ledger = self.main.ledger
-        memory = {**ledger.memory}
-        memory["states"] = sum(memory[k] for k in ("parameters", "gradients", "optimizer"))
-        if self.args.optimizer == "muon":  # these are AdamW's
-            rows = [row for row in rows if row[0] not in ("held optimizer", "held states")]
+        found = {f"held {kind}": size for kind, size in ledger.memory.items()}
+        found["held states"] = sum(found[f"held {kind}"] for kind in HELD)
+        for kind, figures in ledger.collectives.items():
+            found.update({f"{figure} {kind}": number for figure, number in figures.items()})
         for what, formula, expected, *measured in rows:
-            figure, of = what.split()
-            if not measured and figure == "held":
-                measured = [memory[of]]
-            elif not measured:
-                measured = [ledger.collectives.get(of, {}).get(figure, 0)]
-            self.book.append({
-                "what": what, "formula": formula, "expected": round(float(expected), 6),
-                "measured": round(float(measured[0]), 6),
-                "unit": "count" if figure == "calls" else "bytes",
-            })
+            if self.args.optimizer == "muon" and what in ("held optimizer", "held states"):
+                continue  # these are AdamW's
+            [number] = measured or [found.get(what, 0)]
+            self.book.append(dict(what=what, formula=formula, expected=round(float(expected), 6),
+                                  measured=round(float(number), 6)))
 
     def finish(self, plain=None, judged_as=None):
         """Check, gather, print, write --json -> exit code.
@@ -566,8 +515,8 @@ class Run:
             ranks = [json.loads(self.store.get(f"rank {r}")) for r in range(self.world_size)]
             check, plain_loss = self.check(plain or self.plain, judged_as or self.args.dtype)
             self.publish(ranks, check, plain_loss)
-            failed = self.failed or (check and not check["passed"])
-            self.store.set("failed", str(int(bool(failed))))
+            failed = check is not None and not check["passed"]
+            self.store.set("failed", str(int(failed)))
         self.store.wait(["failed"], timedelta(days=1))
         failed = int(self.store.get("failed"))
         dist.barrier()  # rank 0 may be the store: it leaves when all have read
@@ -585,10 +534,8 @@ class Run:
         except torch.OutOfMemoryError:
             self.say("not checked: the plain GPT does not fit on one device")
             return None, None
-        checks = {}
-        for impl in self.impls:
-            checks[impl] = compare(self.sides[impl].trace, trace, self.checked, dtype,
-                                   self.world_size)
+        checks = {impl: compare(self.sides[impl].trace, trace, self.checked, dtype, self.world_size)
+                  for impl in self.impls}
         check = checks.pop(self.impls[0])
         for impl, other in checks.items():
             check["passed"] = check["passed"] and other["passed"]
@@ -646,8 +593,4 @@ class Run:
         result.update(self.extra)
         report.show(result)
         if self.args.json:
-            try:
-                Path(self.args.json).write_text(json.dumps(result, indent=1))
-            except OSError as error:
-                complain(f"--json {self.args.json}: {error.strerror}")
-                self.failed = True
+            Path(self.args.json).write_text(json.dumps(result, indent=1))

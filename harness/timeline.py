@@ -4,9 +4,8 @@
     played    the same with times: for each rank [(action, start, end), ..]
 
 The kinds are F forward, B backward, and W the gradients of the weights where a B leaves them for
-later. A stage is a part of the model, and a rank may hold several. An F takes what the F
-of stage - 1 has made, a B what the B of stage + 1 has. A B whose W is in the plan is "split": it
-makes the gradient of its input alone. Nothing here knows by which rule a plan was made.
+later. A rank may hold several stages. A B whose W is in the plan is "split": it makes the gradient
+of its input alone.
 """
 import contextlib
 import itertools
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.usage import program, refusing, require
+from harness.flags import program, refusing, require
 
 # ---- what a plan says ----------------------------------------------------------
 
@@ -166,14 +165,6 @@ def numbers(flag, text, count, kind=float):
     return found
 
 
-def read_times(text):
-    """--times -> F, B, W, COMM."""
-    times = numbers("--times", text, 4)
-    require(all(0 <= time <= 1e9 for time in times) and sum(times[:3]) >= 1e-9,
-            f"--times {text}: F,B,W,COMM are from 0 to 1e9, F + B + W 1e-9 or more")
-    return times
-
-
 def read_layers(args, stages, split_layers):
     """-> how many layers each stage has: --layers-per-stage, or as split_layers has it."""
     text = args.layers_per_stage
@@ -191,18 +182,9 @@ def read_layers(args, stages, split_layers):
 def read_plans(args, ranks, times, make_plans, late_ws):
     """-> all ranks' plans of --schedule. auto: the quickest that search finds."""
     if args.schedule == "auto":
-        limit = args.limit or ranks
-        return search(late_ws, ranks, args.micro, limit, times, waiting_of(args))
+        return search(late_ws, ranks, args.micro, args.limit or ranks, times)
     with refusing():
         return make_plans(args.schedule, ranks, args.micro, args.chunks)
-
-
-def waiting_of(args):
-    """What --limit counts of a micro-batch from B to W, as a part of what is kept from F to B."""
-    if not args.simulate:
-        return 1.0  # with fused attention a block keeps nearly as much
-    # Qi 2023: W needs 32 C of the 34 C + 5 H T bytes of a token, attention's matrix among them
-    return 32 * args.width / (34 * args.width + 5 * args.heads * args.seq)
 
 
 def search(late_ws, ranks, M, limit, times, waiting=1.0):
@@ -210,7 +192,8 @@ def search(late_ws, ranks, M, limit, times, waiting=1.0):
 
     late_ws(M, warmup, [rank], lag) -> a rank's plan: it begins with `warmup` more Fs than 1, and
     its Ws come `lag` Bs late. limit: what a rank may keep, in micro-batches, counted as in
-    in_flight(plan, waiting). times: see planned().
+    in_flight(plan, waiting): with fused attention what W waits for is nearly all. times: see
+    planned().
     """
     found = []
     # by how much warmup grows towards rank 0, and lag away from it; 1f1b: 1, zb-h1: 1 and 1
@@ -242,11 +225,6 @@ def simulation(args, plans, times):
     print(grid(played))
     print(f"{longest(played):g} from first to last, bubble rate {bubble_rate(played):.4f}, "
           f"micro-batches in flight by rank {flying}")
-    if args.schedule == "auto":
-        waiting = waiting_of(args)
-        limited = max(in_flight(plan, waiting) for plan in plans)
-        print(f"--limit counts one that waits for W as {waiting:.2f}, and finds {limited:.4g} at "
-              "most; the line above counts a whole one")
     if args.json:
         own = {name: value for name, value in vars(args).items() if name != "cfg"}
         report = dict(script=Path(program()).stem, args=own, **figures)
@@ -257,7 +235,7 @@ def simulation(args, plans, times):
 @contextlib.contextmanager
 def watched(run, plans, pipeline, step):
     """Every rank trains a step inside. Of the last but one it shows when each action was planned,
-    and when it was. run has the device and its clock; see harness/run.py."""
+    and when it was. run has the device, mark() and between(); see harness/run.py."""
     if run.dry or step != max(run.first, run.last - 1):
         yield
         return
@@ -265,9 +243,9 @@ def watched(run, plans, pipeline, step):
     marks = []  # [(before, after)] of each action
 
     def noting(action, *rest):
-        start = run.clock.mark()
+        start = run.mark()
         made = do(action, *rest)
-        marks.append((start, run.clock.mark()))
+        marks.append((start, run.mark()))
         return made
 
     pipeline.do = noting
@@ -277,12 +255,12 @@ def watched(run, plans, pipeline, step):
     # this moment by two clocks: the host's, by which ranks are compared (those of several nodes
     # have to agree), and the run's, which times actions
     host = time.time()
-    origin = run.clock.mark()
+    origin = run.mark()
     yield
     pipeline.do = do
     if not marks:  # it was another implementation's step
         return
-    spans = [[host + 1e-3 * run.clock.ms(origin, mark) for mark in pair] for pair in marks]
+    spans = [[host + 1e-3 * run.between(origin, mark) for mark in pair] for pair in marks]
     run.store.set(f"actions {run.rank}", json.dumps(spans))
     played = []
     for rank, plan in enumerate(plans):
@@ -293,13 +271,9 @@ def watched(run, plans, pipeline, step):
     run.extra.update(figures)  # its bubble_rate takes the place of the simulation's
 
 
-def compare(plans, played):
-    """A measured step -> its simulation and, below that, the step itself, as text; figures.
-
-    In the simulation all actions of one rank, kind and stage take their median time.
-    """
-    if longest(played) == 0:
-        return "measured: the clock saw no time pass", {}
+def without_waiting(plans, played):
+    """A measured step -> as it would be if no rank waited but for its inputs: all actions of one
+    rank, kind and stage take their median time."""
     durations = defaultdict(list)
     for rank, done in enumerate(played):
         for (kind, _, stage), start, end in done:
@@ -307,7 +281,14 @@ def compare(plans, played):
 
     def cost(rank, action):
         return statistics.median(durations[rank, action.kind, action.stage])
-    simulated = simulate(plans, cost)
+    return simulate(plans, cost)
+
+
+def compare(plans, played):
+    """A measured step -> its simulation and, below that, the step itself, as text; figures."""
+    if longest(played) == 0:
+        return "measured: the clock saw no time pass", {}
+    simulated = without_waiting(plans, played)
     begin = min(done[0][1] for done in played)
     lines = []
     for word, times in (("planned", simulated), ("measured", played)):

@@ -21,9 +21,7 @@ the whole, and gives the pieces back. What the optimizer keeps, as Muon's moment
     with whole:  # when gradients are summed and clipped
         muon.step()
 
-With several, each of some of the matrices, one after another, a step takes less memory: Muon leaves
-alone what has no gradient now. What no rank cuts (in ddp.py, in pipelines) Muon takes as it is.
-It needs torch alone. Adafactor, Shampoo and LAMB have the same need.
+What no rank cuts (in ddp.py, in pipelines) Muon takes as it is. It needs torch alone.
 
 Not for: pieces on another device than the group's (offload, on GPUs); matrices without a gradient.
 Liu 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982, section 2.3.

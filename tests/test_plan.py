@@ -1,5 +1,4 @@
 """tools/plan.py and tools/estimate.py beside dry runs and the simulator."""
-import json
 import math
 import shlex
 
@@ -138,16 +137,9 @@ def test_ties():
     assert words == ["40,000", "5.0", "0.012", "0"]
 
 
-def test_tables_and_advice(tmp_path):
-    file = tmp_path / "plan.json"
-    flags = "--gpus 12 --layers 6 --batch 24 --tokens 1e9 --exact 1 --json"
-    said = run_tool("plan", *flags.split(), file)
-    row = json.loads(file.read_text())[0]
-    assert row["command"] in said and "\n  1  dp " in said
-    assert "GPU-hours" in said and "cost" not in said
-    assert row["memory"] == pytest.approx(row["exact"], rel=0.2)
-    said = run_tool("plan", *flags.split()[:6], "--tokens", "1e15", "--price", "2")
-    assert ", which cost " in said
+def test_tables_and_advice():
+    said = run_tool("plan", *"--gpus 12 --layers 6 --batch 24".split())
+    assert "\n  1  dp " in said and "hybrid_3d.py --model toy " in said
     flags = "--model gpt3-175b --batch 64 --gpus 8 --dp 1 --cp 1"
     said = run_tool("plan", *flags.split(), code=1)
     assert "nothing fits 80 GB" in said

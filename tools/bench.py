@@ -5,16 +5,14 @@
     ./run.sh scale FILE [flags]     the same step on 1, 2, 4, .. ranks
 
 The exit code is 1 if any of them failed, 2 for bad usage. calls, sent and peak are those of rank 0
-in one step, ms/step is the median.
+in one step, ms/step is the median. Flags go to every run.
 
 bench runs each file's VARIANTS; a side that one of them has not is left out. "As fast as torch":
 the middle one of all pairs of neighbouring blocks, and in brackets the lowest and the highest. With
-1 among them the two are called equal: the machine's noise is larger than what they differ by. Flags
-go to every run; --check compares all sides with one process, too.
+1 among them the two are called equal: the noise is larger than what they differ by.
 
-scale doubles the ranks up to the number of GPUs, or of cores. The global batch is the same for all
-counts: what --batch says, or else 8, or the largest count if that is more. Speed-up is tokens per
-second over those of one rank, efficiency is speed-up over ranks.
+scale doubles the ranks up to the number of GPUs, or of cores. The global batch is the same for all:
+8, or the largest count if that is more. Efficiency is speed-up over ranks.
 """
 import math
 import re
@@ -25,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
-from harness.usage import require  # noqa: E402
+from harness.flags import require  # noqa: E402
 from tools.launch import CORES, technique  # noqa: E402
 from tools.ranks import TECHNIQUES, Failed, measured, variants, worst_gap  # noqa: E402
 
@@ -100,7 +98,7 @@ def beside_torch(own, torchs):
 # ---- the commands ----------------------------------------------------------------
 
 
-def check():
+def check(words=()):
     """hybrid_3d on 8 ranks, since fewer would not show all three axes; once more as a Llama."""
     usual = max(n for n in (1, 2, 4) if n <= USUAL)  # the toy has 4 heads and 4 layers
     rows = [(file, file, usual, "") for file in TECHNIQUES if file != "hybrid_3d"]
@@ -111,8 +109,8 @@ def check():
     for done, (label, file, ranks, flags) in enumerate(rows, 1):
         if 0 < torch.cuda.device_count() < ranks:  # ranks share GPUs by gloo, without pipelines
             flags += " --device cpu"
-        words = f"{file}.py on {ranks} ranks {flags}"
-        print(f"\n==== {done} of {len(rows)}: {words.strip()} ====", flush=True)
+        words = f"{file}.py on {ranks} ranks {flags}".strip()
+        print(f"\n==== {done} of {len(rows)}: {words} ====", flush=True)
         found, code = lines_of(label, CHECK, measured, ranks, file, flags.split(), True)
         lines += found
         failed = max(failed, code)
@@ -161,8 +159,7 @@ def bench(words):
 
 
 def scale(words):
-    require(words, "usage: ./run.sh scale FILE [flags]")
-    file = technique(words[0])
+    file = technique("".join(words[:1]))
     counts = rank_counts()
     flags = ["--batch", max(8, counts[-1]), *words[1:], "--no-check"]
     print(f"{'ranks':>6}{'ms/step':>10}{'tok/s':>12}{'speed-up':>10}{'efficiency':>12}", flush=True)
@@ -187,7 +184,7 @@ def rank_counts():
 
 
 def main(words):
-    commands = {"check": lambda words: check(), "bench": bench, "scale": scale}
+    commands = {"check": check, "bench": bench, "scale": scale}
     require(words and words[0] in commands,
             "usage: bench.py check | bench [FILE] [flags] | scale FILE [flags]")
     if {"-h", "--help"} & set(words):
@@ -197,7 +194,4 @@ def main(words):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(main(sys.argv[1:]))

@@ -14,15 +14,13 @@ They stand on white and on dark: the background is empty, and what is written is
 import json
 import sys
 import tempfile
-from collections import defaultdict
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from harness.flags import parse, require  # noqa: E402
-from harness.timeline import bubble_rate, simulate  # noqa: E402
+from harness.timeline import bubble_rate, without_waiting  # noqa: E402
 from pipeline_parallel import make_plans  # noqa: E402
 from tools.ranks import measured  # noqa: E402
 
@@ -170,7 +168,8 @@ def timelines():
         flags = f"--schedule {schedule} --micro {MICRO} --batch 16 {RUN}".split()
         ranks = measured(2, "pipeline_parallel", flags)["timeline"]
         ran = [[(action, start, end) for *action, start, end in done] for done in ranks]
-        for side, played in {"planned": planned(schedule, ran), "measured": ran}.items():
+        planned = without_waiting(make_plans(schedule, len(ran), MICRO), ran)
+        for side, played in {"planned": planned, "measured": ran}.items():
             end = max(done[-1][-1] for done in played)
             rows = {}
             for rank, done in enumerate(played):
@@ -180,41 +179,30 @@ def timelines():
     return panels
 
 
-def planned(schedule, ran):
-    """-> the same as it would be if no rank waited but for its inputs, each kind of action on a
-    rank taking its median time"""
-    times = defaultdict(list)
-    for rank, done in enumerate(ran):
-        for (kind, _, stage), start, end in done:
-            times[rank, kind, stage].append(end - start)
-    return simulate(make_plans(schedule, len(ran), MICRO),
-                    lambda rank, action: median(times[rank, action.kind, action.stage]))
-
-
 # ---- rings ---------------------------------------------------------------------
 
 RANKS = 4
 
 
-def work(rank, hop, attn):
-    """Of rank's queries with the keys that reach it at this hop, in halves of an attention without
-    a mask: 1 is causal attention among a rank's own tokens."""
-    if hop == 0 or attn == "zigzag":  # half of its queries see all these keys, or all see half
-        return 1
-    return 2 if hop <= rank else 0  # from a rank before it: all; from one behind: none
+# Work of each rank at each hop, in halves of attention without a mask. Among its own tokens: 1. In
+# the ring all see the keys of a rank before them, none those of one behind; by zigzag half of the
+# queries see all keys, or all see half.
+WORK = {
+    "ring": [[1, *[2] * rank, *[0] * (RANKS - 1 - rank)] for rank in range(RANKS)],
+    "zigzag": [[1] * RANKS] * RANKS,
+}
 
 
 def hops():
     panels = {}
-    for attn in ("ring", "zigzag"):
-        rows = {f"rank {rank}": [] for rank in range(RANKS)}
-        halves = 0
-        for hop in range(RANKS):
-            shares = [work(rank, hop, attn) for rank in range(RANKS)]
-            halves += max(shares)
-            for row, share in zip(rows.values(), shares):
-                row += [(hop, hop + 0.9, "waiting"), (hop, hop + 0.45 * share, COMPUTES)]
-        panels[f"{attn}: {halves} halves, a hop takes as long as its slowest rank"] = rows
+    for attn, work in WORK.items():
+        rows = {}
+        for rank, halves in enumerate(work):
+            bars = [[(hop, hop + 0.9, "waiting"), (hop, hop + 0.45 * half, COMPUTES)]
+                    for hop, half in enumerate(halves)]
+            rows[f"rank {rank}"] = sum(bars, [])
+        total = sum(map(max, zip(*work)))
+        panels[f"{attn}: {total} halves, a hop takes as long as its slowest rank"] = rows
     return panels
 
 

@@ -5,8 +5,6 @@
     nccl    a world of one rank, in fp64, fp32 and bf16, with the check on
     gloo    2 and 4 ranks that share the card, in fp64, with the check on
     peak    the ledger's peak beside the allocator's, and beside the dry run's
-    MFU     GPT-2 124M and 350M in bf16, plain and compiled: FLOPs of the model over the card's,
-            where its peak is known (harness/run.py)
 
 Every file runs with its VARIANTS and with MORE, in GPT-2's form, and in fp64 on one rank in Llama's
 too; hybrid_3d with dp and tp alone. Pipelines want a card for each rank: gloo sends CPU tensors
@@ -54,25 +52,17 @@ def cases():
     found += [Case("nccl amp", "amp_accum_ckpt", 1, flags) for flags in MIXED]
     for ranks in (2, 4):  # of a pipeline gloo sends CPU tensors alone
         found += each(f"gloo x{ranks} fp64", ranks, "fp64", without="pipeline_parallel")
-    for model in ("gpt2 --batch 32", "gpt2-medium --batch 16"):
-        for how in ("--amp bf16", "--amp bf16 --compile"):
-            flags = f"--model {model} {how} --no-check --steps 12"
-            found.append(Case("MFU", "amp_accum_ckpt", 1, flags))
     return found
 
 
 def measure(case, more=""):
     """-> the report of a case on the card"""
-    words = f"--device cuda --steps 3 {case.flags} {more}"  # of two --steps the later one counts
+    words = f"--device cuda --steps 3 {case.flags} {more}"
     return measured(case.ranks, case.file, words.split())
 
 
 def words_of(case, found):
-    """-> what is said of a run: how fast it is, or gap and peaks, in fp32 with the dry run's."""
-    if case.label == "MFU":
-        words = f"{found['ms_per_step']:9.1f} ms {found['tokens_per_second']:11,.0f} tok/s"
-        share = found["flops"].get("utilization")  # None: the card's peak is not known
-        return words if share is None else f"{words} {share:7.1%}"
+    """-> what is said of a run: gap and peaks, in fp32 with the dry run's."""
     ledger = found["ranks"][0]["memory"]["peak"]
     words = (f"{worst_gap(found['check']):9.1e}  peak {ledger / 1e6:8.3f} MB, "
              f"allocator {found['allocator_peak'] / 1e6:8.3f}")

@@ -19,7 +19,7 @@ from torch.distributed import run as torchrun  # noqa: E402
 from torch.distributed.elastic.multiprocessing import SignalException  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 
-from harness.usage import require  # noqa: E402
+from harness.flags import require  # noqa: E402
 from tools.ranks import TECHNIQUES  # noqa: E402
 
 INTERRUPTED = 128 + signal.SIGINT

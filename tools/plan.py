@@ -1,29 +1,23 @@
 """Which layout for my model on my cluster? Tries hybrid_3d.py's, and prints the fastest ones.
 
-    python tools/plan.py --model llama3-70b --batch 1024 --gpus 512 --tokens 15e12 --price 2
+    python tools/plan.py --model llama3-70b --batch 1024 --gpus 512
 
 A layout is dp x cp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, attn, and ep of the
 experts (--experts 64 --top-k 8 ..), as hybrid_3d.py has them, and each is a flag that fixes it. Of
 its schedules 1f1b, interleaved and zb-v are tried, to which the others are equal or worse in this
 model; allgather only if it is named; cp on sequences of 8,192 tokens or more, or if it is named.
 
-Memory is that of the fullest stage: parameters, gradients and optimizer are exact, all together is
-within 12% of a dry run's peak, which --exact N adds for the best N (RMSNorm is taken for the fused
-one, which CPUs have not: there it may be a third more). A tenth of --gpu-memory stays free, for
-CUDA, NCCL and fragmentation.
+Memory is that of the fullest stage, within 12% of a dry run's peak (the printed line with python
+and --dry-run; CPUs, without a fused RMSNorm, may take a third more). A tenth of --gpu-memory stays
+free, for CUDA, NCCL and fragmentation.
 
 Time is a model with one fitted number, --efficiency of matmuls. With 0.67 it is within TIE of the
 published runs in docs/papers.md, no closer: so layouts within TIE of the fastest are called equal,
-and stand in the order of how much they cut and need; of each mesh there is one row. What is hidden
-is what hybrid_3d.py sends while it computes: sums over dp behind backward, ZeRO-3's gathers, hops
-of a ring behind attention, sums and gathers but for one unit. A group inside a node has
---bandwidth-intra, one across nodes --bandwidth-inter, GB/s per GPU. The defaults are A100-80GB, 8
-to a node.
+and stand in the order of how much they cut and need; of each mesh there is one row. A group inside
+a node has --bandwidth-intra, one across nodes --bandwidth-inter. The defaults are A100-80GB.
 """
 import argparse
-import json
 import math
-import signal
 import sys
 from itertools import product
 from pathlib import Path
@@ -31,9 +25,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import moe  # noqa: E402
 from common import PRESETS  # noqa: E402
-from harness.flags import FLAGS, SIZES, config_of, parse, refuse_file, require  # noqa: E402
-from tools import estimate, ranks  # noqa: E402
-from tools.estimate import IDLE, PARTS, Layout, assess, job_of, timed  # noqa: E402
+from harness.flags import FLAGS, SIZES, config_of, parse, require  # noqa: E402
+from tools.estimate import IDLE, PARTS, Layout, assess, job_of, parameters_of, timed  # noqa: E402
 
 TIE = 0.08
 SPARE = 0.1  # of a GPU's memory
@@ -48,8 +41,8 @@ CKPTS = ("none", "selective", "full")
 MESH = ("dp", "cp", "tp", "pp")
 
 
-def number(default, help, least=1e-9):
-    return dict(type=float, default=default, least=least, most=1e18, help=help)
+def number(default, help):
+    return dict(type=float, default=default, least=1e-9, most=1e18, help=help)
 
 
 def fixed(**settings):
@@ -66,7 +59,7 @@ def as_flag(name, value=None):
 
 OWN = {
     "--model": {**FLAGS["--model"], "choices": tuple(MODELS)},
-    **{as_flag(name): FLAGS[as_flag(name)] for name in (*SIZES, "json")},
+    **{as_flag(name): FLAGS[as_flag(name)] for name in SIZES},
     "--batch": dict(type=int, least=1, help="B, sequences per step"),
     "--dtype": dict(default="bf16", choices=("bf16", "fp32"), help="of parameters and arithmetic"),
     "--gpus": dict(type=int, least=1, help="how many"),
@@ -77,8 +70,6 @@ OWN = {
     "--bandwidth-intra": number(300.0, "GB/s per GPU inside a node"),
     "--bandwidth-inter": number(25.0, "GB/s per GPU across nodes"),
     "--efficiency": number(0.67, "of matmuls; fitted"),
-    "--tokens": number(0.0, "to train on, for days and GPU-hours", 0),
-    "--price": number(0.0, "of a GPU for an hour, for the cost", 0),
     "--experts": dict(type=int, least=0, help="E in each layer, in the place of its MLP (0: none)"),
     "--top-k": dict(type=int, least=1, help="K, experts per token (2, or the preset's)"),
     "--shared": dict(action="store_true", help="one for every token"),
@@ -88,7 +79,6 @@ OWN = {
     "--ckpt": fixed(choices=CKPTS),
     "--attn": fixed(choices=("zigzag", "allgather", "ulysses")),
     "--sp": fixed(action=argparse.BooleanOptionalAction),
-    "--exact": dict(type=int, default=0, least=0, help="rows that get a dry run's peak: minutes"),
 }
 
 
@@ -110,8 +100,6 @@ def read(words=None):
     require(not at.experts or at.top_k <= at.experts,
             f"--top-k {at.top_k} of --experts {at.experts}: choose fewer")
     require(at.experts or not (at.ep or at.shared), "--ep and --shared are for --experts E")
-    require(at.tokens or not at.price, "--price wants --tokens")
-    refuse_file("--json", at.json)
     return at
 
 
@@ -245,7 +233,7 @@ def two_digits(value):
 
 def show(rows, at):
     """A table of the rows."""
-    total = estimate.parameters_of(at.cfg, at)
+    total = parameters_of(at.cfg, at)
     print(f"{at.model}: {total:,} parameters, {at.gpus} GPUs. = means: within {TIE:.0%}, which is "
           "all that is known of the time\n")
     print(f"{'':4} {'':70} {'GB':>7} {'s/step':>7} {'MFU':>4} {'tok/s':>10}   of the time")
@@ -260,28 +248,10 @@ def show(rows, at):
     _, lay, memory, time = rows[0]
     kinds = [f"{kind} {size / 1e9:.1f}" for kind, size in memory.items() if kind != "memory"]
     print(f"\nthe first row holds, in GB: {', '.join(kinds)}")
-    if at.tokens:
-        hours = at.tokens / time["rate"] / 3600
-        words = f"{two_digits(hours / 24)} days, {two_digits(hours * at.gpus)} GPU-hours"
-        if at.price:
-            words += f", which cost {two_digits(hours * at.gpus * at.price)}"
-        print(f"it takes {words}")
     print(command(lay, at))
 
 
-def exact_peak(lay, at):
-    """-> what a dry run of the fullest stage's first rank says, in bytes"""
-    job = job_of(at.cfg, at, lay)
-    fullest = max(range(lay.pp), key=lambda stage: estimate.held(job, stage)["memory"])
-    flags = f"{flags_of(lay, at)} --dry-run {at.gpus} --rank {fullest * at.gpus // lay.pp}"
-    try:
-        return ranks.measured(1, "hybrid_3d", flags.split())["ranks"][0]["memory"]["peak"]
-    except ranks.Failed as failure:
-        require(False, str(failure), code=1)
-
-
 def main():
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, without a traceback
     at = read()
     rows, least = search(at.cfg, at)
     given = "".join(" " + as_flag(axis, value) for axis, value in at.fixed.items())
@@ -294,13 +264,6 @@ def main():
         needed, lay = least
         print(f"nothing fits {at.gpu_memory:g} GB, of which {SPARE:.0%} stays free: {text(lay)} "
               f"needs {needed / 1e9:.0f} GB")
-    for number, (_, lay, memory, _) in enumerate(rows[:at.exact], 1):
-        memory["exact"] = exact_peak(lay, at)
-        print(f"row {number}: a dry run peaks at {memory['exact'] / 1e9:.2f} GB", flush=True)
-    if at.json:
-        found = [{**lay._asdict(), **memory, **time, "tie": tie, "command": command(lay, at)}
-                 for tie, lay, memory, time in rows]
-        Path(at.json).write_text(json.dumps(found, indent=1))
     return int(not rows)
 
 

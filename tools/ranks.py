@@ -33,7 +33,7 @@ GAPS = ("loss", "gradient", "grad_norm", "parameter")  # of a report's check
 def start(target, world, *args, limit=120):
     """Run target(rank, world, port, *args) on `world` ranks -> their exit codes.
 
-    When one has failed the others have a few seconds more, then they are killed. If all hang, with
+    After `limit` seconds, or a few once one has failed, the others are killed. If all hang, with
     none that has failed, it is an AssertionError.
     """
     # the store that torchrun's agent would have
@@ -42,28 +42,23 @@ def start(target, world, *args, limit=120):
     ranks = []
     for rank in range(world):
         ranks.append(context.Process(target=target, args=(rank, world, store.port, *args)))
-    for process in ranks:
-        process.start()
+        ranks[-1].start()
+    end = time.time() + limit
+    failed = False
+    hung = list(range(world))
     try:
-        wait_for(ranks, limit)
-        failed = any(process.exitcode for process in ranks)
-        hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+        while hung and time.time() < end:
+            multiprocessing.connection.wait([ranks[rank].sentinel for rank in hung], 1)
+            if any(process.exitcode for process in ranks):
+                failed = True
+                end = min(end, time.time() + 5)
+            hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
     finally:  # also after Ctrl-C
         for process in ranks:
             process.kill()
             process.join()
     assert failed or not hung, f"ranks {hung} hang"
     return [process.exitcode for process in ranks]
-
-
-def wait_for(processes, limit, patience=5):
-    """Waits until all have ended, for `limit` seconds, or for `patience` once one has failed."""
-    end = time.time() + limit
-    while any(process.is_alive() for process in processes) and time.time() < end:
-        alive = [process.sentinel for process in processes if process.is_alive()]
-        multiprocessing.connection.wait(alive, 1)
-        if any(process.exitcode for process in processes):
-            end = min(end, time.time() + patience)
 
 
 def environment(rank, world, port):

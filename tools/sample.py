@@ -1,13 +1,12 @@
 """Text from a checkpoint of any script that holds the plain GPT; a mixture of experts is refused.
 
-    python tools/sample.py DIR "def forward(" [--tokens 200] [--temperature 0.8] [--top-k 40]
+    python tools/sample.py DIR "def forward(" [--tokens 200] [--temperature 0.8]
     python tools/sample.py DIR --ids "15496 995"            a model whose tokens are not bytes
 
 DIR is what --save has written, or tools/weights.py from elsewhere. Each token is drawn after a
 forward over all before it, at most the --seq positions that the model knows. Serving programs keep
 the keys and values of earlier tokens instead, and compute one position.
 """
-import codecs
 import sys
 from pathlib import Path
 
@@ -37,34 +36,22 @@ def load(folder, device="cpu"):
     return model.to(device).requires_grad_(False), cfg
 
 
-def choose(logits, temperature, top_k, rng):
-    """A token, drawn from the top_k likeliest (0: from all). Temperature 0: the likeliest."""
+def choose(logits, temperature, rng):
+    """A token that is drawn. Temperature 0: the likeliest."""
     if temperature == 0:
         return logits.argmax().item()
-    logits = logits.float() / temperature
-    if 0 < top_k < len(logits):
-        least = logits.topk(top_k).values[-1]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    return torch.multinomial(logits.softmax(0).cpu(), 1, generator=rng).item()
+    odds = (logits.float() / temperature).softmax(0)
+    return torch.multinomial(odds.cpu(), 1, generator=rng).item()
 
 
-def sample(model, cfg, tokens, count, temperature, top_k, seed, possible):
-    """Yields `count` tokens that go on with these, each one of the first `possible` ones."""
+def sample(model, cfg, tokens, count, temperature, seed, possible):
+    """-> these tokens and `count` that go on with them, each one of the first `possible` ones."""
     rng = torch.Generator().manual_seed(seed)
-    device = model.tok.weight.device
     for _ in range(count):
-        seen = torch.tensor([tokens[-cfg.seq:]], device=device)  # (1, T)
+        seen = torch.tensor([tokens[-cfg.seq:]], device=model.tok.weight.device)  # (1, T)
         logits = model(seen)[0, -1]
-        tokens = [*tokens, choose(logits[:possible], temperature, top_k, rng)]
-        yield tokens[-1]
-
-
-def ids_in(text, vocab):
-    words = text.replace(",", " ").split()
-    require(all(word.isdecimal() for word in words), f"--ids {text}: are no numbers")
-    ids = [int(word) for word in words]
-    require(max(ids, default=0) < vocab, f"--ids {text}: must be 0 to {vocab - 1}")
-    return ids
+        tokens = [*tokens, choose(logits[:possible], temperature, rng)]
+    return tokens
 
 
 FLAGS = {
@@ -73,7 +60,6 @@ FLAGS = {
     "--ids": dict(default="", help="token ids instead, which are printed as ids"),
     "--tokens": dict(type=int, default=200, least=0, help="how many"),
     "--temperature": dict(type=float, default=0.8, least=0, help="0: the likeliest"),
-    "--top-k": dict(type=int, default=0, least=0, help="from so many; 0: from all"),
     "--seed": dict(type=int, default=0, help="of the drawing"),
 }
 
@@ -81,19 +67,18 @@ FLAGS = {
 def main():
     args = parse(__doc__, FLAGS)
     model, cfg = load(args.folder, "cuda" if torch.cuda.is_available() else "cpu")
-    prompt = ids_in(args.ids, cfg.vocab) if args.ids else list(args.prompt.encode())
-    require(prompt, "an empty prompt: give a character to begin with")
-    possible = cfg.vocab if args.ids else BYTES
-    drawn = sample(model, cfg, prompt, args.tokens, args.temperature, args.top_k, args.seed,
-                   possible)
+    prompt = list(args.prompt.encode())
+    possible = BYTES
     if args.ids:
-        print(*prompt, *drawn)
-        return
-    print(args.prompt, end="", flush=True)
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in drawn:
-        print(decoder.decode(bytes([token])), end="", flush=True)
-    print(decoder.decode(b"", final=True))  # of a character that is not whole
+        possible = cfg.vocab
+        prompt = [int(word) if word.isdecimal() else possible for word in args.ids.split()]
+    require(prompt and max(prompt) < possible,
+            f"a prompt's bytes or ids: one or more, which must be 0 to {possible - 1}")
+    tokens = sample(model, cfg, prompt, args.tokens, args.temperature, args.seed, possible)
+    if args.ids:
+        print(*tokens)
+    else:
+        print(bytes(tokens).decode(errors="replace"))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
     ./run.sh sweep N [SEED]         N runs, a line for each; exit code 1 if any failed
         --file hybrid_3d            of this file alone: else the files take turns
 
-All is in float64, and what a run has measured must be what its textbook says. The form of the GPT,
-ranks, sizes and a file's own FLAGS are drawn, and drawn again where a file refuses them; run i of a
-seed and a file is always the same one.
+All is in float64, and what a run has measured must be what its textbook says. What is drawn is
+drawn again where a file refuses it; run i of a seed and a file is always the same one.
 """
 import importlib
 import math
@@ -190,7 +189,4 @@ if __name__ == "__main__":
     # a server runs this file's imports, once for all ranks; it finds the file from ROOT
     multiprocessing.set_forkserver_preload(
         ["tools.sweep", "hybrid_3d", "torch.distributed.pipelining", "torch.distributed.fsdp"])
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(main(sys.argv[1:]))

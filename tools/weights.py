@@ -5,9 +5,7 @@
 
 GPT-2, Llama (Mistral), Mixtral, Qwen3 and Qwen3-MoE. FOLDER has a config.json beside
 model.safetensors, for which `pip install safetensors` is needed, or pytorch_model.bin, whole or in
-several parts. DIR is what --save of any script has written, on any number of ranks: the newest
-checkpoint in it is taken (dcp_to_torch of torch.distributed.checkpoint.format_utils makes a plain
-file of one). Nothing in these files can run code.
+several parts. DIR is what --save of any script has written: the newest checkpoint in it is taken.
 
 What differs there, for a layer of width C:
 
@@ -49,20 +47,12 @@ def safetensors():
 
 
 def read_weights(folder):
-    """Hugging Face's folder -> {name: tensor} as it is there."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        files = [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.exists():  # several parts
-            parts = json.loads(index.read_text())["weight_map"].values()
-            files = [folder / Path(part).name for part in sorted(set(parts))]
-        if files[0].exists():
-            break
+    """Hugging Face's folder -> {name: tensor} as it is there, in one file or in several parts."""
     state = {}
-    for path in files:
-        if path.suffix == ".safetensors":
-            state.update(safetensors().load_file(path))
-        else:
+    for path in sorted(folder.glob("model*.safetensors")):
+        state.update(safetensors().load_file(path))
+    if not state:
+        for path in sorted(folder.glob("pytorch_model*.bin")):
             state.update(torch.load(path, map_location="cpu", weights_only=True))
     return state
 
@@ -310,12 +300,10 @@ def main():
         "target": dict(help="a new folder")})
     try:
         TASKS[args.task](args.source, args.target)
-    except OSError as error:
-        require(False, f"{error.filename}: {error.strerror}")
     except KeyError as missing:
         require(False, f"{args.source}: has no {missing}")
-    except Exception as error:  # of another kind than it says, or not whole
-        require(False, f"{args.source}: {checkpoint.reason(error)}")
+    except Exception as error:  # not there, of another kind than it says, or not whole
+        require(False, f"{getattr(error, 'filename', args.source)}: {checkpoint.reason(error)}")
 
 
 if __name__ == "__main__":
