@@ -138,7 +138,9 @@ def test_ties():
 
 
 def test_tables_and_advice():
-    said = run_tool("plan", *"--gpus 12 --layers 6 --batch 24".split())
+    flags = "--gpus 12 --layers 6 --batch 24 --tokens 1e15 --price 2"
+    said = run_tool("plan", *flags.split())
+    assert "GPU-hours, which cost " in said
     assert "\n  1  dp " in said and "hybrid_3d.py --model toy " in said
     flags = "--model gpt3-175b --batch 64 --gpus 8 --dp 1 --cp 1"
     said = run_tool("plan", *flags.split(), code=1)

@@ -1,6 +1,6 @@
 """Which layout for my model on my cluster? Tries hybrid_3d.py's, and prints the fastest ones.
 
-    python tools/plan.py --model llama3-70b --batch 1024 --gpus 512
+    python tools/plan.py --model llama3-70b --batch 1024 --gpus 512 --tokens 15e12 --price 2
 
 A layout is dp x cp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, attn, and ep of the
 experts (--experts 64 --top-k 8 ..), as hybrid_3d.py has them, and each is a flag that fixes it. Of
@@ -41,8 +41,8 @@ CKPTS = ("none", "selective", "full")
 MESH = ("dp", "cp", "tp", "pp")
 
 
-def number(default, help):
-    return dict(type=float, default=default, least=1e-9, most=1e18, help=help)
+def number(default, help, least=1e-9):
+    return dict(type=float, default=default, least=least, most=1e18, help=help)
 
 
 def fixed(**settings):
@@ -70,6 +70,8 @@ OWN = {
     "--bandwidth-intra": number(300.0, "GB/s per GPU inside a node"),
     "--bandwidth-inter": number(25.0, "GB/s per GPU across nodes"),
     "--efficiency": number(0.67, "of matmuls; fitted"),
+    "--tokens": number(0.0, "to train on, for days and GPU-hours", 0),
+    "--price": number(0.0, "of a GPU for an hour, for the cost", 0),
     "--experts": dict(type=int, least=0, help="E in each layer, in the place of its MLP (0: none)"),
     "--top-k": dict(type=int, least=1, help="K, experts per token (2, or the preset's)"),
     "--shared": dict(action="store_true", help="one for every token"),
@@ -100,6 +102,7 @@ def read(words=None):
     require(not at.experts or at.top_k <= at.experts,
             f"--top-k {at.top_k} of --experts {at.experts}: choose fewer")
     require(at.experts or not (at.ep or at.shared), "--ep and --shared are for --experts E")
+    require(at.tokens or not at.price, "--price wants --tokens")
     return at
 
 
@@ -248,6 +251,12 @@ def show(rows, at):
     _, lay, memory, time = rows[0]
     kinds = [f"{kind} {size / 1e9:.1f}" for kind, size in memory.items() if kind != "memory"]
     print(f"\nthe first row holds, in GB: {', '.join(kinds)}")
+    if at.tokens:
+        hours = at.tokens / time["rate"] / 3600
+        words = f"{two_digits(hours / 24)} days, {two_digits(hours * at.gpus)} GPU-hours"
+        if at.price:
+            words += f", which cost {two_digits(hours * at.gpus * at.price)}"
+        print(f"it takes {words}")
     print(command(lay, at))
 
 

@@ -189,4 +189,7 @@ if __name__ == "__main__":
     # a server runs this file's imports, once for all ranks; it finds the file from ROOT
     multiprocessing.set_forkserver_preload(
         ["tools.sweep", "hybrid_3d", "torch.distributed.pipelining", "torch.distributed.fsdp"])
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
