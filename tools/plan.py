@@ -245,10 +245,7 @@ def show(rows, at):
         print(f"{place:>4} {text(lay):70} {two_digits(memory['memory'] / 1e9):>7} "
               f"{two_digits(time['seconds']):>7} {time['mfu']:4.0%} "
               f"{two_digits(time['rate']):>10}   {words}")
-    _, lay, memory, time = rows[0]
-    kinds = [f"{kind} {size / 1e9:.1f}" for kind, size in memory.items() if kind != "memory"]
-    print(f"\nthe first row holds, in GB: {', '.join(kinds)}")
-    print(command(lay, at))
+    print(f"\n{command(rows[0][1], at)}")
 
 
 def main():
