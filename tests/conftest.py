@@ -253,6 +253,8 @@ def idea(name, old="", new=""):
     return copied(name, 1, old, new)
 
 
-def rewritten(old, new, module):
-    """A plant, as partial(rewritten, old, new): `new` stands in the place of `old` in part 1."""
-    exec(parts(module.__name__, 1, old, new), vars(module))
+def rewritten(old, new, module, last=1):
+    """A plant, as partial(rewritten, old, new): `new` stands in the place of `old` in part 1, or in
+    the parts to the `last`.
+    """
+    exec(parts(module.__name__, last, old, new), vars(module))

@@ -22,7 +22,7 @@ from amp_accum_ckpt import full
 from common import adamw, loss_sum, share
 from conftest import (
     GAPS, PROOF, ROOT, SMALL, alone, check_bug_shows, check_dry_runs, check_each, check_equal,
-    check_refused, parts, rewritten, run_ranks, run_script, run_tool, textbook,
+    check_refused, rewritten, run_ranks, run_script, run_tool, textbook,
     with_transformers)
 from harness.flags import arguments
 from harness.prove import prove
@@ -196,44 +196,18 @@ def test_64_ranks():
     assert all(dry["sent"][axis] for axis in "data replicas norm pp tp cp ep".split())
 
 
-def change_table(module, kind, row):
-    right = module.fates
-    module.fates = lambda *how: {**right(*how), kind: row}
-
-
-def experts_over_data(module):
-    """Different experts are summed, like copies of one."""
-    right = module.Mesh
-
-    def mesh(*sizes):
-        made = right(*sizes)
-        made.group["replicas"] = made.group["data"]
-        return made
-
-    module.Mesh = mesh
-
-
-def not_summed_over_ends(module):
-    exec(parts("hybrid_3d", 2, '"twins", "ends")', '"twins")'), vars(module))
-
-
-@pytest.mark.parametrize("kind, row, form, flags", [
-    ("whole", {"data": "sum"}, "llama", "--tp 2 --sp"),  # norms are not summed
-    ("whole", {"data": "sum"}, "gpt2", "--tp 2"),  # norms count twice
-    ("inside", {"tp": "same", "data": "sum"}, "qwen3", "--tp 2"),
-    ("expert", {"replicas": "sum", "ep": "cut"}, "llama", "--tp 2 --sp --experts 4"),
+@pytest.mark.parametrize("form, flags, old, new", [
+    ("llama", "--tp 2 --sp", '"whole": {"tp": whole, ', '"whole": {'),  # norms are not summed
+    ("gpt2", "--tp 2", '"whole": {"tp": whole, ', '"whole": {'),  # norms count twice
+    ("qwen3", "--tp 2", '"inside": {"tp": "sum"', '"inside": {"tp": "same"'),
+    ("llama", "--tp 2 --sp --experts 4", '"expert": {"tp": "sum", ', '"expert": {'),
+    ("gpt2", "--dp 2 --experts 4",  # different experts are summed, like copies of one
+     '"replicas": by_expert.movedim(1, -1)', '"replicas": ranks.flatten(1, 2).movedim(1, -1)'),
+    ("gpt2", "--tp 1 --pp 2", '"twins", "ends")', '"twins")'),
 ])
-def test_planted_bugs(kind, row, form, flags):
-    plant = partial(change_table, kind=kind, row=row)
-    check_bug_shows("hybrid_3d", 2, *FORMS[form], *flags.split(), "--micro", "2", plant=plant)
-
-
-@pytest.mark.parametrize("plant, flags", [
-    (experts_over_data, "--dp 2 --experts 4"),
-    (not_summed_over_ends, "--pp 2 --tp 1"),
-])
-def test_planted_bugs_elsewhere(plant, flags):
-    check_bug_shows("hybrid_3d", 2, *FORMS["gpt2"], *flags.split(), "--micro", "2", plant=plant)
+def test_planted_bugs(form, flags, old, new):
+    flags = (*FORMS[form], *flags.split(), "--micro", "2")
+    check_bug_shows("hybrid_3d", 2, *flags, plant=partial(rewritten, old, new, last=2))
 
 
 # ---- models that are not ours --------------------------------------------------
@@ -443,14 +417,15 @@ def twice(logits, y):
     return 2 * loss_sum(logits, y)
 
 
-def bf16_hybrid(level):
-    model = bf16_llama()
-    plans = make_plans("1f1b", 1, 4)
-    mesh = hybrid_3d.Mesh(plans, dp=2)
+def hybrid_of(model, mesh, layers=(4,), **options):
     return hybrid_3d.Hybrid(
-        carve(model, CHAIN, [2]), mesh, TensorParallel(mesh.group["tp"]),
-        layers=model.layers, head=model.lm_head, loss=twice, zero=level,
-        reduce_dtype=torch.float32)
+        carve(model, CHAIN, layers), mesh, TensorParallel(mesh.group["tp"]),
+        layers=model.layers, head=model.lm_head, **options)
+
+
+def bf16_hybrid(level):
+    mesh = hybrid_3d.Mesh(make_plans("1f1b", 1, 4), dp=2)
+    return hybrid_of(bf16_llama(), mesh, [2], loss=twice, zero=level, reduce_dtype=torch.float32)
 
 
 def check_fp32_sums(level):
