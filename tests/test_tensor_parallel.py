@@ -421,14 +421,6 @@ def test_equals_one_process_at_the_cost_that_is_said(world, flags):
     check_dry_runs(report, "tensor_parallel", *PROOF, *flags, ranks=[world - 1])
 
 
-def test_resume(tmp_path):
-    """On another number of ranks; two of them had the same head of keys and values."""
-    check_equal("tensor_parallel", 4, *ODD, *LLAMA, "--save", str(tmp_path))
-    resumed = "--steps", "4", "--resume", str(tmp_path)
-    report = check_equal("tensor_parallel", 1, *ODD, *LLAMA, *resumed)
-    assert len(report["loss"]) == 2
-
-
 def test_cost_in_bf16():
     flags = *QWEN, *ODD, "--dtype", "bf16"
     textbook(dry_run_agrees("tensor_parallel", 2, *flags, ranks=[1]))
