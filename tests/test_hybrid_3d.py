@@ -1,5 +1,6 @@
 """hybrid_3d: layouts of all axes equal one process in all forms, and models of others; their bytes
 are the docstring's; bugs that are planted in the table show."""
+import copy
 import gc
 import re
 import shutil
@@ -27,8 +28,8 @@ from conftest import (
 from harness.flags import arguments
 from harness.prove import prove
 from others import (
-    MLP, WIDTH, Llama, bf16_llama, bf16_rows, compare, compare_fp32, token_rows, trained,
-    whole_batch)
+    MLP, WIDTH, Llama, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of, token_rows,
+    trained, whole_batch)
 from pipeline_parallel import Chain, assert_carves, carve, homes, make_plans, split_layers
 from tensor_parallel import (
     ColumnLinear, RowLinear, SequenceParallel, TensorParallel, VocabEmbedding, cut_model, inside,
@@ -297,19 +298,18 @@ def fill(here, state, tp):
         assert not any(type(t) is nn.Parameter for t in stage.buffers())
 
 
-def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, device="cpu",
-             layers=None, peers="peers", **kind):
+def parallel(dp=1, tp=1, ep=1, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None,
+             device="cpu", layers=None, peers="peers", **kind):
     with torch.device(device):
         model = make(**kind)
     if kind.get("tied") and device != "meta":
         change(model.lm_head.weight)
     experts = kind.get("experts")
-    copies = axes.get("dp", 1)
     plans = make_plans(schedule, pp, 2)
-    mesh = hybrid_3d.Mesh(plans, **axes)
-    tp = (SequenceParallel if sp else TensorParallel)(mesh.group["tp"])
-    if tp.size > 1:
-        cut_model(model, tp, DENSE if experts else LLAMA)
+    mesh = hybrid_3d.Mesh(plans, dp=dp, tp=tp, ep=ep)
+    ranks = (SequenceParallel if sp else TensorParallel)(mesh.group["tp"])
+    if tp > 1:
+        cut_model(model, ranks, DENSE if experts else LLAMA)
     if experts:
         share_out(model, mesh, peers)
     if recompute:
@@ -317,9 +317,9 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
     stages = carve(model, CHAIN, layers or split_layers(4, len(homes(plans))))
     if device == "meta":
         state = Stacked(make(**kind).state_dict(), mesh)
-        fill([stages[stage] for stage in mesh.stages], state, tp)
+        fill([stages[stage] for stage in mesh.stages], state, ranks)
     hybrid = hybrid_3d.Hybrid(
-        stages, mesh, tp, layers=model.layers, head=model.lm_head, zero=zero)
+        stages, mesh, ranks, layers=model.layers, head=model.lm_head, zero=zero)
     groups = [{"params": [p for p in hybrid.parameters() if (p.dim() == 2) == matrices]}
               for matrices in (True, False)]  # as for other decays
     optimizer = Several([adamw(hybrid.parameter_groups([group]), 1e-2) for group in groups])
@@ -335,7 +335,7 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
     hybrid.load_full_state_dict({**other, **ignored})
     compare(hybrid.full_state_dict(), other)
     hybrid.load_full_state_dict(state)
-    for loss, *found in steps_of(hybrid, optimizer, copies):
+    for loss, *found in steps_of(hybrid, optimizer):
         yield loss, *map(by_expert, found)
 
 
@@ -350,10 +350,11 @@ class Several:
             optimizer.step()
 
 
-def steps_of(hybrid, optimizer, copies):
+def steps_of(hybrid, optimizer):
     """Those of others.trained -> after each loss, gradients, the state."""
+    copies = hybrid.group["dp"]
     for step in range(2):
-        x, y = [t.chunk(copies)[dist.get_rank(hybrid.group["dp"])] for t in whole_batch(step)]
+        x, y = [t.chunk(copies.size())[copies.rank()] for t in whole_batch(step)]
         loss, _ = hybrid_3d.train_step(hybrid, optimizer, x, y, torch.tensor(1), 0.5)
         dist.all_reduce(loss)
         yield loss, hybrid.full_gradients(), hybrid.full_state_dict()
@@ -390,42 +391,26 @@ def by_expert(tensors):
     return found
 
 
-def check_model(axes, options, kind):
+def check_model(options):
     """fp64 gaps of loss, every gradient and every parameter."""
-    assert prove(partial(plain, **kind), partial(parallel, axes, **options, **kind), 1e-12)
-
-
-@pytest.mark.parametrize("world, cases", [
-    (8, [(dict(dp=2, tp=2), dict(pp=2, recompute=full), {})]),
-    (4, [(dict(dp=2), dict(pp=2, schedule="zb-v", zero=2), dict(tied=True)),
-         (dict(tp=2), dict(pp=2, sp=True, zero=1), dict(tied=True)),
-         (dict(tp=2), dict(pp=2, schedule="zb-h1", device="meta"), dict(tied=True)),
-         (dict(dp=2, ep=2, tp=2), dict(sp=True), dict(experts=True)),
-         (dict(dp=2, ep=2), dict(pp=2, device="meta"), dict(experts=True))]),
-    # what names would not tell: experts of another name without tp, norms of q and k
-    (2, [(dict(dp=2, ep=2), dict(zero=1), dict(experts=True)), (dict(tp=2), {}, {}),
-         ({}, dict(pp=2, layers=[0, 4]), {}),
-         # two stages on a rank: copies agree on the order of sums
-         (dict(dp=2), dict(schedule="interleaved"), dict(rests=True)),
-         (dict(dp=2), dict(schedule="zb-v", zero=1), dict(rests=True))]),
-])
-def test_models_of_others(world, cases):
-    run_ranks(check_each, world, check_model, cases)
+    kind = {name: True for name in ("tied", "experts", "rests") if name in options}
+    assert prove(partial(plain, **kind), partial(parallel, **options), 1e-12)
 
 
 def twice(logits, y):
     return 2 * loss_sum(logits, y)
 
 
-def hybrid_of(model, mesh, layers=(4,), **options):
+def hybrid_of(model, mesh, tp=None, layers=(4,), **options):
     return hybrid_3d.Hybrid(
-        carve(model, CHAIN, layers), mesh, TensorParallel(mesh.group["tp"]),
+        carve(model, CHAIN, layers), mesh, tp or TensorParallel(mesh.group["tp"]),
         layers=model.layers, head=model.lm_head, **options)
 
 
 def bf16_hybrid(level):
     mesh = hybrid_3d.Mesh(make_plans("1f1b", 1, 4), dp=2)
-    return hybrid_of(bf16_llama(), mesh, [2], loss=twice, zero=level, reduce_dtype=torch.float32)
+    return hybrid_of(bf16_llama(), mesh, layers=[2], loss=twice, zero=level,
+                     reduce_dtype=torch.float32)
 
 
 def check_fp32_sums(level):
@@ -437,26 +422,14 @@ def check_fp32_sums(level):
     compare_fp32(hybrid.full_gradients(), lambda model, x, y: twice(model(x)["logits"], y))
 
 
-def test_fp32_sums():
-    run_ranks(check_each, 2, check_fp32_sums, [(0,), (1,), (2,)])
-
-
 def check_two_models():
     """As for DPO: of one tp, which goes on to know what is cut of both."""
     plans = make_plans("1f1b", 2, 2)
     mesh = hybrid_3d.Mesh(plans, tp=2)
     tp = TensorParallel(mesh.group["tp"])
-    hybrids = []
-    for _ in range(2):
-        model = cut_model(make(), tp, LLAMA)
-        hybrids.append(hybrid_3d.Hybrid(carve(model, CHAIN, [2, 2]), mesh, tp,
-                                        layers=model.layers, head=model.lm_head))
+    hybrids = [hybrid_of(cut_model(make(), tp, LLAMA), mesh, tp, [2, 2]) for _ in range(2)]
     for hybrid in hybrids:
         compare(hybrid.full_state_dict(), make().state_dict())
-
-
-def test_two_models():
-    run_ranks(check_two_models, 4)
 
 
 def all_say(judge):
@@ -473,11 +446,8 @@ def all_say(judge):
 
 def check_sent_first(zero):
     """What a B sends is on its way before the last sum that it has begun is waited for."""
-    plans = make_plans("1f1b", 1, 2)
-    mesh = hybrid_3d.Mesh(plans, dp=2)
-    model = make()
-    hybrid = hybrid_3d.Hybrid([model], mesh, TensorParallel(mesh.group["tp"]),
-                              layers=model.layers, head=model.lm_head, zero=zero)
+    mesh = hybrid_3d.Mesh(make_plans("1f1b", 1, 2), dp=2)
+    hybrid = hybrid_of(make(), mesh, zero=zero)
     events = []
     mail = hybrid.pipeline.mail
     put = mail.put
@@ -485,16 +455,11 @@ def check_sent_first(zero):
     ours, = hybrid.zeros
     keep_sum = ours.keep_sum
     ours.keep_sum = lambda unit: (events.append(ours.units.index(unit)), keep_sum(unit))
-    model.forward = lambda x, forward=model.forward: forward(x)["logits"]
     inputs, loss_of = hybrid.in_microbatches(*whole_batch(0), 1)
     hybrid.pipeline.step(inputs, loss_of)
     assert len(events) == 4 + len(ours.units) * (1 if zero < 2 else 2)
     *_, last = [event for event in events if event in (0, ("B", 1, 0))]
     assert last == 0, events
-
-
-def test_sent_first():
-    run_ranks(check_each, 2, check_sent_first, [(0,), (1,), (2,), (3,)])
 
 
 def check_alike():
@@ -507,9 +472,7 @@ def check_alike():
             (LLAMA, "other", "x differs between ranks")]):
         mesh = hybrid_3d.Mesh(plans, dp=2, tp=2)
         tp = TensorParallel(mesh.group["tp"])
-        model = cut_model(make(), tp, plan)
-        hybrid = hybrid_3d.Hybrid(carve(model, CHAIN, [4]), mesh, tp, layers=model.layers,
-                                  head=model.lm_head, zero=zero)
+        hybrid = hybrid_of(cut_model(make(), tp, plan), mesh, tp, zero=zero)
         optimizer = adamw(hybrid.parameter_groups(), 1e-2)
         seed = mesh.place["dp"] if rows == "same" else dist.get_rank()
         x, y = token_rows(torch.Generator().manual_seed(seed), 4)
@@ -518,10 +481,6 @@ def check_alike():
         assert re.search(words, said), f"{zero}: {said}"
         with pytest.raises(AssertionError, match="hybrid_3d.py has its own"):
             tensor_parallel.assert_alike(hybrid, tp)
-
-
-def test_alike():
-    run_ranks(check_alike, 4)
 
 
 def check_transformers(block):
@@ -533,12 +492,19 @@ def check_transformers(block):
                  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
     normed = Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True)
     llama = LlamaConfig(**sizes)
-    plans = names["PLAN"], {**names["PLAN"], "*.[qk]_norm": inside}
-    makes = partial(LlamaForCausalLM, llama), partial(Qwen3ForCausalLM, normed)
-    for make, plan, zero in zip(makes, plans, (0, 1)):
-        hybrid_of = partial(names["hybrid_of"], plan=plan, dp=1, zero=zero)
-        assert prove(partial(plain_transformer, make),
-                     partial(train_transformer, make, hybrid_of), 1e-12)
+    normed_plan = {**names["PLAN"], "*.[qk]_norm": inside}
+    for zero, (make, plan) in enumerate([
+            (partial(LlamaForCausalLM, llama), names["PLAN"]),
+            (partial(Qwen3ForCausalLM, normed), normed_plan)]):
+        torch.manual_seed(0)
+        plain = make().double()
+        hybrid = names["hybrid_of"](copy.deepcopy(plain), plan=plan, dp=1, zero=zero)
+        x, y = whole_batch(0)
+        loss_sum(plain(x, use_cache=False).logits, y).backward()
+        hybrid.forward_backward(x, y, 1)
+        hybrid_3d.sum_gradients(hybrid)
+        # their norms compute in fp32
+        compare(hybrid.full_gradients(), gradients_of(plain), 1e-6)
 
 
 def check_gpt2(block):
@@ -553,33 +519,6 @@ def check_gpt2(block):
     for stage in carve(model, names["CHAIN"], [1, 0, 2]):
         y = stage(y)
     torch.testing.assert_close(y, model(x).logits)
-
-
-def in_fp64(make):
-    """Their RMSNorm computes in fp32, where rounding would hide mistakes."""
-    torch.manual_seed(0)
-    model = make().double()
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(F.rms_norm, normalized_shape=module.weight.shape,
-                                     weight=module.weight, eps=module.variance_epsilon)
-    return model
-
-
-def plain_transformer(make):
-    model = in_fp64(make)
-    own = dict(model.named_parameters())  # a tied one once
-    for loss, gradients, _, state in trained(
-            model, loss_of=lambda model, x, y: loss_sum(model(x, use_cache=False).logits, y)):
-        yield loss, gradients, {name: state[name] for name in own}
-
-
-def train_transformer(make, hybrid_of):
-    own = dict(in_fp64(make).named_parameters())
-    hybrid = hybrid_of(in_fp64(make))
-    optimizer = adamw(hybrid.parameter_groups(), 1e-2)
-    for loss, gradients, state in steps_of(hybrid, optimizer, 1):
-        yield loss, gradients, {name: state[name] for name in own}
 
 
 def test_models_of_transformers():
@@ -613,15 +552,11 @@ def check_two_ties():
     compare(hybrid.full_state_dict(), begun)
 
 
-def test_two_ties():
-    run_ranks(check_two_ties, 2)
-
-
 def check_asserts():
     with pytest.raises(AssertionError, match="cp 1 x tp 1 are not all 2 ranks"):
         hybrid_3d.Mesh(make_plans("1f1b", 1, 2))
     with pytest.raises(AssertionError, match="experts with tp > 1 want SequenceParallel"):
-        next(parallel(dict(tp=2), experts=True))
+        next(parallel(tp=2, experts=True))
     for refused in hybrid_3d.Hybrid.state_dict, hybrid_3d.Hybrid.load_state_dict:
         with pytest.raises(RuntimeError, match="load_full_state_dict"):
             refused(None, {})
@@ -640,7 +575,7 @@ def check_asserts():
     with pytest.raises(AssertionError, match="two stages have a weight"):
         hybrid_3d.table_of([nn.Linear(2, 2), nn.Linear(2, 2)], alone, zero=0)
     with pytest.raises(AssertionError, match="give MoE everyone="):
-        next(parallel({}, pp=2, experts=True, peers=None))
+        next(parallel(pp=2, experts=True, peers=None))
     hybrid = bf16_hybrid(0)
     x, y = [torch.cat(rows) for rows in zip(*bf16_rows()[:4])]
     hybrid.forward_backward(x, y, 1)
@@ -650,8 +585,31 @@ def check_asserts():
         hybrid.forward_backward(x, y, 1)
 
 
-def test_asserts():
-    run_ranks(check_asserts, 2)
+@pytest.mark.parametrize("world, check, cases", [
+    (8, check_model, [(dict(dp=2, tp=2, pp=2, recompute=full),)]),
+    (4, check_model, [
+        (dict(dp=2, pp=2, schedule="zb-v", zero=2, tied=True),),
+        (dict(tp=2, pp=2, sp=True, zero=1, tied=True),),
+        (dict(tp=2, pp=2, schedule="zb-h1", device="meta", tied=True),),
+        (dict(dp=2, ep=2, tp=2, sp=True, experts=True),),
+        (dict(dp=2, ep=2, pp=2, device="meta", experts=True),)]),
+    (2, check_model, [
+        # what names would not tell: experts of another name without tp, norms of q and k
+        (dict(dp=2, ep=2, zero=1, experts=True),),
+        (dict(tp=2),),
+        (dict(pp=2, layers=[0, 4]),),
+        # two stages on a rank: copies agree on the order of sums
+        (dict(dp=2, schedule="interleaved", rests=True),),
+        (dict(dp=2, schedule="zb-v", zero=1, rests=True),)]),
+    (2, check_fp32_sums, [(0,), (1,), (2,)]),
+    (2, check_sent_first, [(0,), (1,), (2,), (3,)]),
+    (4, check_two_models, [()]),
+    (4, check_alike, [()]),
+    (2, check_two_ties, [()]),
+    (2, check_asserts, [()]),
+])
+def test_models_of_others(world, check, cases):
+    run_ranks(check_each, world, check, cases)
 
 
 EXPERTS = ("--experts", "4", "--balance", "bias")
