@@ -4,6 +4,7 @@ The loss is a sum over tokens, so that the gradients of parts of a batch add up 
 """
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -180,6 +181,11 @@ def gradients_of(model):
 
 def compare(found, wanted, atol=1e-11, rtol=0):
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
+
+
+def refuses(words, misuse, *args, **options):
+    with pytest.raises(AssertionError, match=words):
+        misuse(*args, **options)
 
 
 # ---- sums of bf16 gradients, in fp32 -------------------------------------------

@@ -28,8 +28,8 @@ from conftest import (
 from harness.flags import arguments
 from harness.prove import prove
 from others import (
-    MLP, WIDTH, Llama, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of, token_rows,
-    trained, whole_batch)
+    MLP, WIDTH, Llama, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of, refuses,
+    token_rows, trained, whole_batch)
 from pipeline_parallel import Chain, assert_carves, carve, homes, make_plans, split_layers
 from tensor_parallel import (
     ColumnLinear, RowLinear, SequenceParallel, TensorParallel, VocabEmbedding, cut_model, inside,
@@ -479,8 +479,7 @@ def check_alike():
         hybrid_3d.train_step(hybrid, optimizer, x, y, 1, 1.0)
         said = all_say(partial(hybrid_3d.assert_alike, hybrid, x, y))
         assert re.search(words, said), f"{zero}: {said}"
-        with pytest.raises(AssertionError, match="hybrid_3d.py has its own"):
-            tensor_parallel.assert_alike(hybrid, tp)
+        refuses("hybrid_3d.py has its own", tensor_parallel.assert_alike, hybrid, tp)
 
 
 def check_transformers(block):
@@ -553,10 +552,8 @@ def check_two_ties():
 
 
 def check_asserts():
-    with pytest.raises(AssertionError, match="cp 1 x tp 1 are not all 2 ranks"):
-        hybrid_3d.Mesh(make_plans("1f1b", 1, 2))
-    with pytest.raises(AssertionError, match="experts with tp > 1 want SequenceParallel"):
-        next(parallel(tp=2, experts=True))
+    refuses("cp 1 x tp 1 are not all 2 ranks", hybrid_3d.Mesh, make_plans("1f1b", 1, 2))
+    refuses("experts with tp > 1 want SequenceParallel", next, parallel(tp=2, experts=True))
     for refused in hybrid_3d.Hybrid.state_dict, hybrid_3d.Hybrid.load_state_dict:
         with pytest.raises(RuntimeError, match="load_full_state_dict"):
             refused(None, {})
@@ -570,19 +567,15 @@ def check_asserts():
         (hybrid_3d.Mesh(plans, cp=2), alone, model.layers, "ring: where the mesh has cp"),
         (hybrid_3d.Mesh(plans, tp=2), SequenceParallel(), model.layers, "head that is not cut"),
     ]:
-        with pytest.raises(AssertionError, match=words):
-            hybrid_3d.Hybrid([model], mesh, tp, layers=layers, head=model.lm_head)
+        refuses(words, hybrid_3d.Hybrid, [model], mesh, tp, layers=layers, head=model.lm_head)
     with pytest.raises(AssertionError, match="two stages have a weight"):
         hybrid_3d.table_of([nn.Linear(2, 2), nn.Linear(2, 2)], alone, zero=0)
-    with pytest.raises(AssertionError, match="give MoE everyone="):
-        next(parallel(pp=2, experts=True, peers=None))
+    refuses("give MoE everyone=", next, parallel(pp=2, experts=True, peers=None))
     hybrid = bf16_hybrid(0)
     x, y = [torch.cat(rows) for rows in zip(*bf16_rows()[:4])]
     hybrid.forward_backward(x, y, 1)
-    with pytest.raises(AssertionError, match="3 rows, T/cp 8: pad to multiples of 4 and 1"):
-        hybrid.in_microbatches(x[:3], y[:3], 1)
-    with pytest.raises(AssertionError, match="copies sum once a step"):
-        hybrid.forward_backward(x, y, 1)
+    refuses("3 rows, T/cp 8: pad to multiples of 4 and 1", hybrid.in_microbatches, x[:3], y[:3], 1)
+    refuses("copies sum once a step", hybrid.forward_backward, x, y, 1)
 
 
 @pytest.mark.parametrize("world, check, cases", [

@@ -16,7 +16,7 @@ from conftest import (
     dry_run_agrees, idea, run_ranks, textbook)
 from others import (
     Files, WIDTH, Llama, OfTensors, as_in_files, compare, gradients_of, llama_loss, loss_sum,
-    micro_batches, trained, whole_batch)
+    micro_batches, refuses, trained, whole_batch)
 
 LLAMA = ["--model", "llama-toy"]
 QWEN = ["--model", "qwen3-toy"]
@@ -197,47 +197,37 @@ def check_in_turn():
     ends = {name: how for name, how in plan(2).items() if name not in of_layers}
     section.cut_model(model, tp, ends)
     compare(section.full_state_dict(model, tp), dict(plain.state_dict()))
-    with pytest.raises(AssertionError, match="no gradients: if ZeRO or FSDP has them"):
-        section.sum_gradients(model, tp)
+    refuses("no gradients: if ZeRO or FSDP has them", section.sum_gradients, model, tp)
     model(BATCH[0])["logits"].sum().backward()
     model.layers[0].is_of_experts = True
-    with pytest.raises(AssertionError, match="different experts: take hybrid_3d.py"):
-        section.sum_gradients(model, tp)
+    refuses("different experts: take hybrid_3d.py", section.sum_gradients, model, tp)
 
 
 def check_refusals():
     tp = section.TensorParallel()
-    padded = Llama()
-    padded.embed_tokens.padding_idx = 0
-    bounded = Llama()
-    bounded.embed_tokens.max_norm = 1.0
-    by_count = Llama()
-    by_count.embed_tokens.scale_grad_by_freq = True
+    for option, value in ("padding_idx", 0), ("max_norm", 1.0), ("scale_grad_by_freq", True):
+        model = Llama()
+        setattr(model.embed_tokens, option, value)
+        refuses(f"{option}={value}.*: only a plain", section.cut_model, model, tp, plan(2))
     adapted = Llama()
     adapted.lm_head.forward = torch.relu  # somebody has replaced it
     scaled = Llama()
     scaled.embed_tokens = type("Scaled", (nn.Embedding,), {})(8, 12)
     for words, cuts, model in [
         ("called nowhere.*", {"nowhere.*": section.ColumnLinear}, Llama()),
-        ("padding_idx=0.*: only a plain", plan(2), padded),
-        (r"max_norm=1.0\): only a plain", plan(2), bounded),
         ("Scaled.*: only a plain", plan(2), scaled),
         ("out_features=29.*: only a plain", plan(2), adapted),
-        ("scale_grad_by_freq.*: only a plain", plan(2), by_count),
         ("2 ranks for 3 heads of keys and values", plan(3), Llama()),
         ("layers.0.mlp.drop_inside: ranks would draw", {}, Llama(dropout=0.1)),
         (r"embed_tokens shares \['weight'\]", {"lm_head": section.ColumnLinear}, Llama(tied=True)),
     ]:
-        with pytest.raises(AssertionError, match=words):
-            section.cut_model(model, tp, cuts)
+        refuses(words, section.cut_model, model, tp, cuts)
     model = section.cut_model(Llama(), tp, plan(2))
     larger = Llama().state_dict()
     larger["lm_head.weight"] = torch.ones(32, 12)  # a padded vocabulary
-    with pytest.raises(AssertionError, match="not 29 to cut"):
-        section.load_full_state_dict(model, tp, larger)
+    refuses("not 29 to cut", section.load_full_state_dict, model, tp, larger)
     one = {**Llama().state_dict(), "norm.weight": torch.ones(1)}
-    with pytest.raises(AssertionError, match=r"norm.weight: \(1,\), not \(12,\)"):
-        section.load_full_state_dict(model, tp, one)
+    refuses(r"norm.weight: \(1,\), not \(12,\)", section.load_full_state_dict, model, tp, one)
     code = idea("tensor_parallel")
     with pytest.raises(AssertionError, match="on 2 ranks"):  # else ids would be found twice
         code.cut_by_name(Llama(), {"embed_tokens": code.vocab_embedding}, tp.group)
@@ -256,8 +246,7 @@ def check_alike():
         model.layers[0].register_forward_hook(lambda layer, inputs, y, p=p: F.dropout(y, p))
         backward(model(BATCH[0]), BATCH[1], tp)
         section.sum_gradients(model, tp)
-        with pytest.raises(AssertionError, match=f"{name} differs between ranks"):
-            section.assert_alike(model, tp)
+        refuses(f"{name} differs between ranks", section.assert_alike, model, tp)
 
 
 def check_twins():
