@@ -7,15 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.utils.checkpoint import checkpoint
 
 from common import adamw
 from conftest import (
     PROOF, check_bug_shows, check_differs, check_dry_runs, check_equal, copied, dry_run_agrees,
     idea, rewritten, run_ranks, textbook)
 from others import (
-    Llama, bf16_llama, bf16_rows, compare, gradients_of, llama_loss, micro_batches, mine,
-    refuses, trained)
+    bf16_llama, bf16_rows, compare, gradients_of, llama_loss, micro_batches, mine,
+    recomputed, refuses, trained)
 
 LLAMA = ("--model", "llama-toy")
 IDEA = ("--impl", "idea")
@@ -53,12 +52,8 @@ def test_cost_of_frozen_parameters():
 def stranger(seed):
     """Not the GPT: others' Llama, tied, recomputed, with a frozen layer, a buffer, and parameters
     that nobody uses."""
-    torch.manual_seed(seed)
-    model = Llama(tied=True)
+    model = recomputed(seed, tied=True)
     model.layers[1].requires_grad_(False)
-    for layer in model.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        layer.unused = nn.Parameter(torch.ones(3))
     model.register_buffer("table", torch.randn(3))
     return model
 

@@ -106,7 +106,7 @@ def check_sent(report):
         assert 2 * sums < sent["data"] <= (M + 1) * sums * 1.02
 
 
-EVEN = ("--vocab", "260")  # which tp divides
+IDEA = ("--vocab", "260", "--impl", "idea")  # tp divides it
 
 
 @pytest.mark.parametrize("form, world, flags", [
@@ -116,16 +116,17 @@ EVEN = ("--vocab", "260")  # which tp divides
     ("gpt2", 4, "--dp 2 --tp 1 --pp 2 --eval-every 2"),
 ])
 def test_idea(form, world, flags):
-    report = check_equal("hybrid_3d", world, *FORMS[form], *EVEN, *flags.split(), "--impl", "idea")
+    report = check_equal("hybrid_3d", world, *FORMS[form], *IDEA, *flags.split())
     assert max(report["check"][kind] for kind in GAPS) < 1e-12
     textbook(report)
 
 
 def test_what_the_technique_adds():
     """The table at the head of part 2."""
-    layout = "--dp 2 --tp 2 --pp 2 --dry-run 8".split()
-    more = [("--impl", "idea"), (), ("--zero", "1"), ("--zero", "1", "--sp")]
-    ranks = [report["ranks"][0] for report in alone("hybrid_3d", *[(*layout, *m) for m in more])]
+    layout = "--dp 2 --tp 2 --pp 2 --dry-run 8 "
+    runs = [layout + more for more in ("--impl idea", "", "--zero 1", "--zero 1 --sp")]
+    reports = alone("hybrid_3d", *map(str.split, runs))
+    ranks = [report["ranks"][0] for report in reports]
     sums = [rank["collectives"]["all_reduce"] for rank in ranks]
     # over tp: without those over data (34, 4), one over ends, and the norm's
     assert [(c["calls"] - data - 2, round(c["wire"] / 1e6, 1)) for c, data in zip(sums, (34, 4))] \
@@ -155,16 +156,17 @@ def test_table_of_the_docstring():
     ("llama", "--dp 2 --pp 1", "model, x, y, valid)\n    sum", "model, x, y, 1)\n    sum"),
 ])
 def test_planted_bugs_in_the_idea(form, flags, old, new):
-    flags = (*FORMS[form], *EVEN, *flags.split(), "--micro", "2", "--impl", "idea")
+    flags = (*FORMS[form], *IDEA, *flags.split(), "--micro", "2")
     check_bug_shows("hybrid_3d", 2, *flags, plant=partial(rewritten, old, new))
 
 
-@pytest.mark.parametrize("layers, experts, more", [("4", "", 1), ("8", "--experts 8 --ep 1", 1.01)])
-def test_zero_bubble_needs_no_more_memory(layers, experts, more):
+@pytest.mark.parametrize("flags, more", [
+    ("--layers 4", 1), ("--layers 8 --experts 8 --ep 1", 1.01)])
+def test_zero_bubble_needs_no_more_memory(flags, more):
     """ZeRO-2 lends a block's gradients their memory in its W, not when B makes those of norms; in
     its B those of experts, which no W makes: there it was 1.13 times as much."""
-    flags = (*SMALL, "--layers", layers, *"--dp 2 --tp 1 --pp 2 --zero 2 --dry-run 4".split(),
-             *"--width 64 --micro 4".split(), *experts.split())
+    layout = "--dp 2 --tp 1 --pp 2 --zero 2 --dry-run 4 --width 64 --micro 4"
+    flags = (*SMALL, *layout.split(), *flags.split())
     usual, split = alone("hybrid_3d", flags, (*flags, "--schedule", "zb-h1"))
     peaks = [dry["ranks"][0]["memory"]["peak"] for dry in (usual, split)]
     assert peaks[1] <= more * peaks[0], peaks
@@ -380,15 +382,9 @@ class Stacked:
 
 def by_expert(tensors):
     """Stacks of `bank` -> the plain model's experts, without counters."""
-    found = {}
-    for name, t in tensors.items():
-        where, bank, which = name.partition(".bank.")
-        if bank:
-            which = which.replace(".", "_proj.")
-            found.update({f"{where}.experts.{e}.{which}": one for e, one in enumerate(t)})
-        elif t.is_floating_point():
-            found[name] = t
-    return found
+    named = {name.replace(".bank.", ".experts."): t for name, t in tensors.items()}
+    return {re.sub(r"(experts\.\d+\.\w+)", r"\1_proj", name): t
+            for name, t in moe.one_by_one(named).items() if t.is_floating_point()}
 
 
 def check_model(options):
@@ -462,24 +458,21 @@ def check_sent_first(zero):
     assert last == 0, events
 
 
-def check_alike():
+FORGETFUL = {name: kind for name, kind in LLAMA.items() if kind is not inside}
+
+
+def check_alike(zero, plan, rows, words):
     """An `inside` that the plan forgets, and rows that differ, show in nothing else."""
-    plans = make_plans("1f1b", 1, 2)
-    forgetful = {name: kind for name, kind in LLAMA.items() if kind is not inside}
-    torch.manual_seed(dist.get_rank())
-    for zero, (plan, rows, words) in enumerate([
-            (LLAMA, "same", "^$"), (forgetful, "same", "[qk]_norm.weight differs"),
-            (LLAMA, "other", "x differs between ranks")]):
-        mesh = hybrid_3d.Mesh(plans, dp=2, tp=2)
-        tp = TensorParallel(mesh.group["tp"])
-        hybrid = hybrid_of(cut_model(make(), tp, plan), mesh, tp, zero=zero)
-        optimizer = adamw(hybrid.parameter_groups(), 1e-2)
-        seed = mesh.place["dp"] if rows == "same" else dist.get_rank()
-        x, y = token_rows(torch.Generator().manual_seed(seed), 4)
-        hybrid_3d.train_step(hybrid, optimizer, x, y, 1, 1.0)
-        said = all_say(partial(hybrid_3d.assert_alike, hybrid, x, y))
-        assert re.search(words, said), f"{zero}: {said}"
-        refuses("hybrid_3d.py has its own", tensor_parallel.assert_alike, hybrid, tp)
+    mesh = hybrid_3d.Mesh(make_plans("1f1b", 1, 2), dp=2, tp=2)
+    tp = TensorParallel(mesh.group["tp"])
+    hybrid = hybrid_of(cut_model(make(), tp, plan), mesh, tp, zero=zero)
+    optimizer = adamw(hybrid.parameter_groups(), 1e-2)
+    seed = mesh.place["dp"] if rows == "same" else dist.get_rank()
+    x, y = token_rows(torch.Generator().manual_seed(seed), 4)
+    hybrid_3d.train_step(hybrid, optimizer, x, y, 1, 1.0)
+    said = all_say(partial(hybrid_3d.assert_alike, hybrid, x, y))
+    assert re.search(words, said), said
+    refuses("hybrid_3d.py has its own", tensor_parallel.assert_alike, hybrid, tp)
 
 
 def check_transformers(block):
@@ -572,7 +565,7 @@ def check_asserts():
         hybrid_3d.table_of([nn.Linear(2, 2), nn.Linear(2, 2)], alone, zero=0)
     refuses("give MoE everyone=", next, parallel(pp=2, experts=True, peers=None))
     hybrid = bf16_hybrid(0)
-    x, y = [torch.cat(rows) for rows in zip(*bf16_rows()[:4])]
+    x, y = whole_batch(0)
     hybrid.forward_backward(x, y, 1)
     refuses("3 rows, T/cp 8: pad to multiples of 4 and 1", hybrid.in_microbatches, x[:3], y[:3], 1)
     refuses("copies sum once a step", hybrid.forward_backward, x, y, 1)
@@ -597,7 +590,9 @@ def check_asserts():
     (2, check_fp32_sums, [(0,), (1,), (2,)]),
     (2, check_sent_first, [(0,), (1,), (2,), (3,)]),
     (4, check_two_models, [()]),
-    (4, check_alike, [()]),
+    (4, check_alike, [
+        (0, LLAMA, "same", "^$"), (1, FORGETFUL, "same", "[qk]_norm.weight differs"),
+        (2, LLAMA, "other", "x differs between ranks")]),
     (2, check_two_ties, [()]),
     (2, check_asserts, [()]),
 ])
@@ -634,7 +629,6 @@ REFUSED = """
     --impl torch --ckpt selective | --impl torch: takes no --ckpt
     --impl both --zero 2 | --impl both: takes no --zero 2
     --impl idea --zero 1 | --impl idea: takes no --zero
-    --impl idea --attn ring | --impl idea: takes no --attn
     --impl idea --dry-run 2 --tp 2 --vocab 257 | --impl idea: --tp 2 must divide --vocab
     --impl torch --schedule interleaved | both ends of the model on one rank
 """

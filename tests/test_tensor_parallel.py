@@ -263,17 +263,11 @@ def check_twins():
         section.load_full_state_dict(model, tp, nn.ModuleDict({"k": nn.Linear(8, 8)}).state_dict())
 
 
-def test_twins():
-    run_ranks(check_twins, 4)
-
-
 def test_copy():
-    """It trains as the plain model does; what would be silently wrong raises."""
+    """It trains as the plain model does."""
     run_ranks(check_each, 2, check_copy, [
         ("TensorParallel", False, "nothing"), ("SequenceParallel", True, "layers.0"),
         ("TensorParallel", True, "layers.1", 1), ("SequenceParallel", False, "nothing", 1)])
-    run_ranks(check_parts, 2)
-    run_ranks(check_alike, 2)
 
 
 def check_parts():
@@ -321,8 +315,11 @@ def check_idea(*bug):
             compare(p, whole)
 
 
-def test_copy_of_the_idea():
-    run_ranks(check_idea, 4)
+@pytest.mark.parametrize("world, check", [
+    (4, check_idea), (2, check_parts), (2, check_alike), (4, check_twins)])
+def test_parts(world, check):
+    """The idea trains as the plain model does, too; what would be silently wrong raises."""
+    run_ranks(check, world)
 
 
 BUGS_IN_THE_IDEA = [

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.utils.checkpoint import checkpoint
 
 import zero
 from common import adamw
@@ -15,19 +14,10 @@ from conftest import (
     dry_run_agrees, idea, run_ranks, run_script, textbook)
 from others import (
     Llama, OfTensors, as_in_files, bf16_llama, bf16_rows, compare, compare_fp32, into,
-    llama_loss, micro_batches, mine, refuses, token_rows, trained, whole_batch)
+    llama_loss, micro_batches, mine, recomputed, refuses, token_rows, trained, whole_batch)
 
 ROWS = token_rows(torch.Generator(), 4)
-
-
-def llama(seed, kind=Llama, tied=False):
-    """Its layers are recomputed, and have a parameter that nobody uses."""
-    torch.manual_seed(seed)
-    model = kind(layers=2, tied=tied)
-    for layer in model.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        layer.unused = nn.Parameter(torch.ones(3))
-    return model
+llama = partial(recomputed, layers=2)
 
 
 def ladder(module):
@@ -72,7 +62,7 @@ def check_copy(words, *bug):
 
 def check_idea(*bug):
     code = idea("zero", *bug)
-    model = llama(dist.get_rank(), OfTensors)
+    model = llama(dist.get_rank(), kind=OfTensors)
     ours = code.IdeaOfZeRO1(model)
     optimizer = adamw([ours.shard], 1e-2)
     for step, (_, _, norm, state) in enumerate(trained(llama(0))):
