@@ -149,12 +149,15 @@ def is_clear(name, said, words=""):
 
 
 def check_refused(name, lines):
-    """lines: [(flags, what is said)], each refused on every rank; without an agent, 0 speaks."""
+    """lines: [(flags, what is said)], each refused on every rank; without an agent, 0 speaks.
+    flags: a list, or a string to be split.
+    """
     speaks = True
     if dist.is_initialized():
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         speaks = dist.get_rank() == 0
     for flags, words in lines:
+        flags = flags.split() if isinstance(flags, str) else flags
         code, out, said = outcome(name, flags)
         command = f"{name}.py {' '.join(flags)}"
         assert code == 2 and re.fullmatch(r"(--\S+ takes .*\n)?", out), f"{command}: {code}, {out}"

@@ -156,8 +156,12 @@ def mine(rows):
     return [t.chunk(dist.get_world_size())[dist.get_rank()] for t in rows]
 
 
+def joined(batches):
+    return [torch.cat(rows) for rows in zip(*batches)]
+
+
 def whole_batch(step):
-    return [torch.cat(both) for both in zip(*micro_batches(step))]
+    return joined(micro_batches(step))
 
 
 def loss_sum(logits, targets):

@@ -28,8 +28,8 @@ from conftest import (
 from harness.flags import arguments
 from harness.prove import prove
 from others import (
-    MLP, WIDTH, Llama, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of, refuses,
-    token_rows, trained, whole_batch)
+    MLP, WIDTH, Llama, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of, joined,
+    refuses, token_rows, trained, whole_batch)
 from pipeline_parallel import Chain, assert_carves, carve, homes, make_plans, split_layers
 from tensor_parallel import (
     ColumnLinear, RowLinear, SequenceParallel, TensorParallel, VocabEmbedding, cut_model, inside,
@@ -324,7 +324,7 @@ def parallel(dp=1, tp=1, ep=1, pp=1, schedule="1f1b", sp=False, zero=0, recomput
         stages, mesh, ranks, layers=model.layers, head=model.lm_head, zero=zero)
     groups = [{"params": [p for p in hybrid.parameters() if (p.dim() == 2) == matrices]}
               for matrices in (True, False)]  # as for other decays
-    optimizer = Several([adamw(hybrid.parameter_groups([group]), 1e-2) for group in groups])
+    optimizer = adamw(hybrid.parameter_groups(groups), 1e-2)
     here = set(hybrid.parameters())
     elsewhere = [weakref.ref(p) for p in model.parameters() if p not in here]
     del model, stages
@@ -339,17 +339,6 @@ def parallel(dp=1, tp=1, ep=1, pp=1, schedule="1f1b", sp=False, zero=0, recomput
     hybrid.load_full_state_dict(state)
     for loss, *found in steps_of(hybrid, optimizer):
         yield loss, *map(by_expert, found)
-
-
-class Several:
-    """As Muon for matrices, and AdamW for the rest."""
-
-    def __init__(self, optimizers):
-        self.optimizers = optimizers
-
-    def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
 
 
 def steps_of(hybrid, optimizer):
@@ -412,7 +401,7 @@ def bf16_hybrid(level):
 def check_fp32_sums(level):
     """Of bf16 gradients, over micro-batches and copies; and of another loss than the usual one."""
     hybrid = bf16_hybrid(level)
-    x, y = [torch.cat(rows) for rows in zip(*bf16_rows()[4 * dist.get_rank():][:4])]
+    x, y = joined(bf16_rows()[dist.get_rank()::2])
     optimizer = torch.optim.SGD(hybrid.parameter_groups(), 0.0)
     hybrid_3d.train_step(hybrid, optimizer, x, y, 1, 0)
     compare_fp32(hybrid.full_gradients(), lambda model, x, y: twice(model(x)["logits"], y))
@@ -535,8 +524,7 @@ def check_two_ties():
     last = nn.ModuleDict({"more_of_head": nn.Linear(4, 8, False), "head": nn.Linear(4, 8, False)})
     last["more_of_head"].weight = first["more"].weight
     last["head"].weight = first["words"].weight
-    begun = {name: p.detach().clone() for stage in (first, last)
-             for name, p in stage.named_parameters()}
+    begun = copy.deepcopy({**first.state_dict(), **last.state_dict()})
     plans = make_plans("1f1b", 2, 2)
     mesh = hybrid_3d.Mesh(plans)
     hybrid = hybrid_3d.Hybrid([first, last], mesh, TensorParallel(mesh.group["tp"]),
@@ -636,7 +624,7 @@ REFUSED = """
 
 def test_refusals():
     lines = [line.split(" | ") for line in REFUSED.strip().splitlines()]
-    check_refused("hybrid_3d", [(flags.split(), words) for flags, words in lines])
+    check_refused("hybrid_3d", lines)
 
 
 @pytest.mark.parametrize("flags, dp, tp, pp", [

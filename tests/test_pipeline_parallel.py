@@ -487,7 +487,7 @@ def test_cost(world, flags, rank):
 
 
 def test_what_cannot_run_is_refused():
-    run_ranks(check_refused, 2, "pipeline_parallel", [(flags.split(), words) for flags, words in [
+    run_ranks(check_refused, 2, "pipeline_parallel", [
         ("--layers 1", "--layers 1 for 2 stages"),
         ("--micro 3", "--micro 3 cannot cut --batch 8"),
         ("--schedule interleaved --micro 3 --batch 9", "interleaved takes multiples of 2"),
@@ -500,4 +500,4 @@ def test_what_cannot_run_is_refused():
         ("--layers-per-stage 1,1", "they are 2, --layers 4"),
         ("--limit 4", "--limit is for --schedule auto, not for 1f1b"),
         ("--pp 4", "--pp is for --simulate only"),
-    ]])
+    ])

@@ -151,10 +151,15 @@ OF_LLAMA = [  # with frozen parameters
     "ddp 3 --impl torch", "fsdp 4 --hsdp 2", "tensor_parallel 4",  # 2 heads of keys and values
     "zero 2 --stage 1 --offload optimizer", "ddp 2",
 ]
+OF_MUON = [
+    "zero 2 --stage 3", "fsdp 3", "tensor_parallel 2 --sp", "ddp 1",
+    "hybrid_3d 4 --dp 2 --pp 2 --zero 2", "zero 2 --stage 1",
+]
 
 
 @pytest.mark.parametrize("form, legs", [
     ("--layers 4", RELAY), ("--model llama-toy --train blocks.1|norm|head", OF_LLAMA),
+    ("--model llama-toy --kv-heads 2 --hidden 45 --optimizer muon", OF_MUON),
 ])
 def test_many_runs_are_one_training(form, legs, tmp_path):
     """Each script goes on where another one has stopped, with the losses of a single run."""

@@ -113,16 +113,20 @@ def check_kept():
     backward(output, y, tp)
 
 
-def check_kept_matmuls(kind):
-    """torch's selective checkpointing keeps what a RowLinear adds: g may not write there."""
-    plain, model, tp = both(kind)
+def check_gradients(plain, model, tp):
     x, y = BATCH
-    loss_sum(plain(x)["logits"], y).backward()
-    for layer in model.layers:
-        layer.forward = partial(selective_at_work, layer.forward)
+    llama_loss(plain, x, y).backward()
     backward(model(x), y, tp)
     section.sum_gradients(model, tp)
     compare(section.full_gradients(model, tp), gradients_of(plain))
+
+
+def check_kept_matmuls(kind):
+    """torch's selective checkpointing keeps what a RowLinear adds: g may not write there."""
+    plain, model, tp = both(kind)
+    for layer in model.layers:
+        layer.forward = partial(selective_at_work, layer.forward)
+    check_gradients(plain, model, tp)
 
 
 def check_order():
@@ -179,11 +183,7 @@ def check_two_names():
     cuts = {**plan(2), "head": section.ColumnLinear}
     model = section.cut_model(copy.deepcopy(plain), tp, cuts)
     assert model.head.weight is model.lm_head.weight
-    x, y = BATCH
-    llama_loss(plain, x, y).backward()
-    backward(model(x), y, tp)
-    section.sum_gradients(model, tp)
-    compare(section.full_gradients(model, tp), gradients_of(plain))
+    check_gradients(plain, model, tp)
 
 
 def check_in_turn():
@@ -371,12 +371,12 @@ def test_planted():
 
 def test_refused_flags():
     check_refused("tensor_parallel", [
-        (["--dry-run", "2", "--heads", "3", "--width", "12"], "2 ranks cannot share 3 heads"),
-        (["--dry-run", "4", *LLAMA, *IDEA], "4 heads, 2 of keys and values, evenly"),
-        (["--dry-run", "2", "--seq", "15", "--sp"], "2 ranks cannot cut --seq 15 evenly"),
-        (["--dry-run", "2", *LLAMA, "--hidden", "51", "--impl", "torch"], "cut --hidden 51 evenly"),
-        (["--dry-run", "2", *IDEA, "--sp"], "--impl idea: no --sp in the idea"),
-        (["--dry-run", "2", *IDEA, *ODD], "2 ranks cannot cut --vocab 257 evenly"),
+        ("--dry-run 2 --heads 3 --width 12", "2 ranks cannot share 3 heads"),
+        ("--dry-run 4 --model llama-toy --impl idea", "4 heads, 2 of keys and values, evenly"),
+        ("--dry-run 2 --seq 15 --sp", "2 ranks cannot cut --seq 15 evenly"),
+        ("--dry-run 2 --model llama-toy --hidden 51 --impl torch", "cut --hidden 51 evenly"),
+        ("--dry-run 2 --impl idea --sp", "--impl idea: no --sp in the idea"),
+        ("--dry-run 2 --impl idea --vocab 257", "2 ranks cannot cut --vocab 257 evenly"),
     ])
 
 

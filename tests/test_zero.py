@@ -336,12 +336,12 @@ def test_steps():
 
 
 def test_refused_flags():
-    run_ranks(check_refused, 2, "zero", [(flags.split(), words) for flags, words in [
+    run_ranks(check_refused, 2, "zero", [
         ("--stage 2 --offload param", "needs --stage 3"),
         ("--batch 3 --accum 2", "2 micro-batches"),
         ("--impl idea --stage 2", "the idea is --stage 1"),
         ("--impl torch --save no/such", "no dry run"),
-    ]])
+    ])
 
 
 def test_what_is_held():
