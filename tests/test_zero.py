@@ -196,8 +196,7 @@ def check_overlap():
         return unit.full.untyped_storage().size() > 0
 
     def before_gather(unit, group):
-        if not has_memory(unit):
-            begun.append(("gather", ours.units.index(unit)))
+        begun.append(("gather", ours.units.index(unit)))
 
     def before_sum(zero, unit):
         begun.append(("sum", zero.units.index(unit)))
@@ -206,7 +205,7 @@ def check_overlap():
         most.append(sum(map(has_memory, ours.units)))
         most.append(sum(unit.buffer is not None for unit in ours.units))
 
-    for owner, name, note in ("Unit", "fetch", before_gather), ("ZeRO3", "start_sum", before_sum):
+    for owner, name, note in ("Unit", "gather", before_gather), ("ZeRO3", "start_sum", before_sum):
         into(owner, name, "before", note)(module)
         into(owner, name, "after", count)(module)
     ours = module.ZeRO3(module.units_of(model, model.layers))
