@@ -149,12 +149,15 @@ def is_clear(name, said, words=""):
 
 
 def check_refused(name, lines):
-    """lines: [(flags, what is said)], each refused on every rank; without an agent, 0 speaks."""
+    """lines: [(flags, what is said)], each refused on every rank; without an agent, 0 speaks.
+    flags: a list, or a string to be split.
+    """
     speaks = True
     if dist.is_initialized():
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         speaks = dist.get_rank() == 0
     for flags, words in lines:
+        flags = flags.split() if isinstance(flags, str) else flags
         code, out, said = outcome(name, flags)
         command = f"{name}.py {' '.join(flags)}"
         assert code == 2 and re.fullmatch(r"(--\S+ takes .*\n)?", out), f"{command}: {code}, {out}"
@@ -253,6 +256,8 @@ def idea(name, old="", new=""):
     return copied(name, 1, old, new)
 
 
-def rewritten(old, new, module):
-    """A plant, as partial(rewritten, old, new): `new` stands in the place of `old` in part 1."""
-    exec(parts(module.__name__, 1, old, new), vars(module))
+def rewritten(old, new, module, last=1):
+    """A plant, as partial(rewritten, old, new): `new` stands in the place of `old` in part 1, or in
+    the parts to the `last`.
+    """
+    exec(parts(module.__name__, last, old, new), vars(module))

@@ -4,10 +4,12 @@ The loss is a sum over tokens, so that the gradients of parts of a batch add up 
 """
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from common import adamw
 
@@ -102,6 +104,16 @@ class OfTensors(Llama):
         return super().forward(tokens)["logits"]
 
 
+def recomputed(seed, kind=Llama, **options):
+    """Its layers are recomputed, and have a parameter that nobody uses."""
+    torch.manual_seed(seed)
+    model = kind(**options)
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.unused = nn.Parameter(torch.ones(3))
+    return model
+
+
 def as_in_files(model):
     """Its state, where a tied head is once, as safetensors has it."""
     tied = model.lm_head.weight is model.embed_tokens.weight
@@ -144,8 +156,12 @@ def mine(rows):
     return [t.chunk(dist.get_world_size())[dist.get_rank()] for t in rows]
 
 
+def joined(batches):
+    return [torch.cat(rows) for rows in zip(*batches)]
+
+
 def whole_batch(step):
-    return [torch.cat(both) for both in zip(*micro_batches(step))]
+    return joined(micro_batches(step))
 
 
 def loss_sum(logits, targets):
@@ -180,6 +196,11 @@ def gradients_of(model):
 
 def compare(found, wanted, atol=1e-11, rtol=0):
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
+
+
+def refuses(words, misuse, *args, **options):
+    with pytest.raises(AssertionError, match=words):
+        misuse(*args, **options)
 
 
 # ---- sums of bf16 gradients, in fp32 -------------------------------------------

@@ -13,14 +13,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import pipeline_parallel
+from common import adamw
 from conftest import (
     PROOF, ROOT, SMALL, alone, check_differs, check_each, check_equal, check_refused, copied,
     dry_run_agrees, idea, run_ranks, run_script, textbook)
 from harness.timeline import chunks, costs, grid, in_flight, longest, simulate
-from others import VOCABULARY, Llama
-from pipeline_parallel import SCHEDULES, Mail, Stages, chunks_of, make_plans
+from others import VOCABULARY, Llama, compare, refuses
+from pipeline_parallel import (
+    SCHEDULES, Mail, Pipeline, SplitPipeline, Stages, chunks_of, make_plans)
 
-LLAMA = ("--model", "llama-toy")
 TORCHS = "zb-v" if torch.__version__ >= (2, 13) else "gpipe"  # see refuse_at_work
 
 
@@ -119,10 +120,9 @@ def deliver(plans, monkeypatch):
 def check_ws_want_a_split_pipeline():
     plans = make_plans("zb-h1", 1, 1)
     mail = Mail(plans, (1,), torch.float64, "cpu")
-    pipeline = pipeline_parallel.Pipeline({0: torch.nn.Linear(1, 1)}, plans, mail)
-    with pytest.raises(AssertionError, match="SplitPipeline"):
-        pipeline.step([torch.ones(1)], lambda y, m: y.sum())
-    split = pipeline_parallel.SplitPipeline({0: torch.nn.Linear(1, 1)}, plans, mail)
+    pipeline = Pipeline({0: nn.Linear(1, 1)}, plans, mail)
+    refuses("SplitPipeline", pipeline.step, [torch.ones(1)], lambda y, m: y.sum())
+    split = SplitPipeline({0: nn.Linear(1, 1)}, plans, mail)
     x = torch.ones(1, requires_grad=True)
     y = 2 * x
     y.register_hook(lambda grad: 1 / 0)
@@ -130,10 +130,6 @@ def check_ws_want_a_split_pipeline():
     with pytest.raises(ZeroDivisionError):  # in a B, and somebody goes on
         split.backward(0, 0, None)
     assert pipeline_parallel.Split.later is None
-
-
-def test_ws_want_a_split_pipeline():
-    run_ranks(check_ws_want_a_split_pipeline, 1)
 
 
 def test_no_schedule_ever_blocks(monkeypatch):
@@ -213,33 +209,26 @@ def stale_step(plain, optimizer, inputs, loss_of, layers):
     return sum(losses).detach()
 
 
-close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-
-
-def adamw(module):
-    return torch.optim.AdamW(module.parameters(), 1e-2, eps=1e-5)
-
-
 def check_steps(step, own, reference_step=plain_step, dp=1):
     """2 steps with clipping equal one process's: loss, norm, gradients, parameters.
 
     step(x, y) -> this rank's part of the loss, the norm. own: [(module, its layers)] of this rank
     """
     plain = stranger()
-    reference = adamw(plain)
+    reference = adamw(plain.parameters(), 1e-2)
     for number in range(2):
         batches = [batch_of(2 * number + copy) for copy in range(dp)]
         reference.zero_grad()
         loss, norm = step(*batches[dist.get_rank() % dp])
         dist.all_reduce(loss)
-        close(loss, sum(reference_step(plain, reference, *in_microbatches(*b)) for b in batches))
-        close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        compare(loss, sum(reference_step(plain, reference, *in_microbatches(*b)) for b in batches))
+        compare(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
         reference.step()
         for module, layers in own:
             wanted = plain[layers.start:layers.stop].parameters()
             for ours, theirs in zip(module.parameters(), wanted, strict=True):
-                close(ours.grad, theirs.grad)
-                close(ours.data, theirs.data)
+                compare(ours.grad, theirs.grad)
+                compare(ours.data, theirs.data)
 
 
 def piped(module, name, dp):
@@ -281,7 +270,7 @@ def check_copy(name, old="", new="", dp=1):
         module = copied("pipeline_parallel", 2, old, new)
     stages, mail, layers, plans = piped(module, name, dp)
     assert not any(p.is_meta for p in stages.parameters())
-    optimizer = adamw(stages)
+    optimizer = adamw(stages.parameters(), 1e-2)
     reference_step = plain_step
     if name == "pipedream":
         pipeline = module.PipeDream(stages, plans, mail, optimizer, 0.5)
@@ -294,12 +283,13 @@ def check_copy(name, old="", new="", dp=1):
     check_steps(step, own, reference_step, dp)
 
 
-@pytest.mark.parametrize("world, names", [
-    (1, ["interleaved"]),
-    (2, SCHEDULES),
-    (4, ["interleaved", "zb-h2", "zb-v", "dualpipe-v", "pipedream"])])
-def test_every_schedule_equals_one_process(world, names):
-    run_ranks(check_each, world, check_copy, [(name,) for name in names])
+@pytest.mark.parametrize("world, cases", [
+    (1, [("interleaved",)]),
+    (2, list(zip(SCHEDULES))),
+    (4, [("interleaved",), ("zb-h2",), ("zb-v",), ("dualpipe-v",), ("pipedream",),
+         ("1f1b", "", "", 2), ("zb-v", "", "", 2)])])  # two pipelines, whose gradients are summed
+def test_every_schedule_equals_one_process(world, cases):
+    run_ranks(check_each, world, check_copy, cases)
 
 
 def check_chain():
@@ -329,17 +319,9 @@ def check_chain():
     whole = {name: t + 1 for name, t in model.state_dict().items()}
     for stage in stages:
         assert not stage.load_state_dict(whole, strict=False).missing_keys
-    torch.testing.assert_close(model.state_dict(), whole)
+    compare(model.state_dict(), whole)
     with pytest.raises(AssertionError, match="embed is no module"):  # all stages would embed
         module.carve(model, chain._replace(first=["embed"]), [1, 2])
-
-
-def test_a_chain_is_cut_into_stages():
-    run_ranks(check_chain, 1)
-
-
-def test_copies_of_a_pipeline_are_summed():
-    run_ranks(check_each, 4, check_copy, [(name, "", "", 2) for name in ("1f1b", "zb-v")])
 
 
 def check_unused():
@@ -352,10 +334,6 @@ def check_unused():
     assert (layer.weight.grad == 1).all() and (layer.bias.grad == 1).all()
 
 
-def test_what_a_copy_has_not_used_counts_as_0():
-    run_ranks(check_unused, 2)
-
-
 # ---- the idea, around a model of somebody else ------------------------------------
 
 
@@ -365,14 +343,16 @@ def check_idea(schedule="1f1b", *bug):
     rank = dist.get_rank()
     p = dist.get_world_size()
     model = stranger()
-    layers = range(rank * 8 // p, (rank + 1) * 8 // p)
+    size = 8 // p
+    layers = range(rank * size, (rank + 1) * size)
     stage = model[layers.start:layers.stop]
+    optimizer = adamw(stage.parameters(), 1e-2)
     ends = dist.new_group(sorted({0, p - 1}))
     shared = {model[0].weight: ends} if rank in (0, p - 1) else {}
     trained = module.IdeaOfPipeline(
         stage, shared, torch.empty(2, 5, 8), dist.group.WORLD, dist.new_group())
     plan = module.idea_plan(8, warmup=8 if schedule == "gpipe" else p - 1 - rank)
-    step = partial(module.idea_step, trained, adamw(stage), valid=80, clip=0.5, plan=plan)
+    step = partial(module.idea_step, trained, optimizer, valid=80, clip=0.5, plan=plan)
     check_steps(step, [(stage, layers)])
 
 
@@ -414,16 +394,16 @@ def test_planted_bugs_are_seen():
 
 
 @pytest.mark.parametrize("world, flags", [
-    (4, [*LLAMA, "--schedule", "zb-h1", "--micro", "8", "--vocab", "257", "--eval-every", "1"]),
-    (2, ["--schedule", "auto", "--limit", "3"]),
-    (1, ["--impl", "idea"]),
-    (2, [*LLAMA, "--impl", "all", "--schedule", "gpipe"]),
-    (4, ["--impl", "idea", "--model", "qwen3-toy", "--micro", "2"]),
-    (2, ["--schedule", "zb-v", "--optimizer", "muon", "--model", "qwen3-toy"]),
-    (2, ["--schedule", "zb-v", "--train", "1.attn.v.bias|blocks.[23]"]),
-    (2, [*LLAMA, "--impl", "both", "--schedule", TORCHS, "--steps", "3"])])
+    (4, "--model llama-toy --schedule zb-h1 --micro 8 --vocab 257 --eval-every 1"),
+    (2, "--schedule auto --limit 3"),
+    (1, "--impl idea"),
+    (2, "--model llama-toy --impl all --schedule gpipe"),
+    (4, "--impl idea --model qwen3-toy --micro 2"),
+    (2, "--schedule zb-v --optimizer muon --model qwen3-toy"),
+    (2, "--schedule zb-v --train 1.attn.v.bias|blocks.[23]"),
+    (2, f"--model llama-toy --impl both --schedule {TORCHS} --steps 3")])
 def test_script_proves_itself(world, flags):
-    report = check_equal("pipeline_parallel", world, "--layers", "4", *flags)
+    report = check_equal("pipeline_parallel", world, "--layers", "4", *flags.split())
     assert "both" not in flags or report["measured_ms"] > 0 and report["planned_ms"] > 0
 
 
@@ -436,13 +416,11 @@ def check_strides():
     plans = make_plans("1f1b", 2, 1)
     Stages([both, nn.Sequential(both)], plans)
     assert torch.equal(both.weight, saved.t())
-    with pytest.raises(AssertionError, match="two stages have a weight"):
-        Stages([both, nn.Linear(3, 3)], plans)
+    refuses("two stages have a weight", Stages, [both, nn.Linear(3, 3)], plans)
     alone = make_plans("1f1b", 1, 1)
     with pytest.raises(AssertionError, match="plans of 1 ranks for a pipeline of 2"):
         Mail(alone, (1,), torch.float64, "cpu")  # without pipelines
-    with pytest.raises(AssertionError, match="1 stages for plans of 2"):
-        Stages([both], plans)
+    refuses("1 stages for plans of 2", Stages, [both], plans)
     tok = nn.Embedding(2, 2)
     head = nn.Linear(2, 2)
     head.weight = tok.weight
@@ -453,12 +431,13 @@ def check_strides():
     here = dict(stages.named_parameters())
     assert here["tok.weight"] is tok.weight  # on both
     both.tp = None  # as a cut one has it
-    with pytest.raises(AssertionError, match="take hybrid_3d.py"):
-        Stages([both], alone, [[0], [1]])
+    refuses("take hybrid_3d.py", Stages, [both], alone, [[0], [1]])
 
 
-def test_strides():
-    run_ranks(check_strides, 2)
+@pytest.mark.parametrize("world, check", [
+    (1, check_ws_want_a_split_pipeline), (1, check_chain), (2, check_unused), (2, check_strides)])
+def test_parts(world, check):
+    run_ranks(check, world)
 
 
 def no_split(module):
@@ -470,13 +449,6 @@ def test_torchs_side_is_torchs():
     flags = "--layers 4 --impl torch --schedule zb-h1".split()
     report = run_script("pipeline_parallel", 2, *PROOF, *flags, plant=no_split)
     assert report["check"]["passed"]
-
-
-def test_what_is_saved_goes_on_with_any_schedule(tmp_path):
-    flags = ("--layers", "4", "--save", str(tmp_path))
-    check_equal("pipeline_parallel", 2, *flags, "--layers-per-stage", "0,4")
-    check_equal("pipeline_parallel", 2, *flags, "--steps", "4", "--schedule", "zb-v", "--resume",
-                str(tmp_path))
 
 
 def reports_of(flags, *runs):
@@ -504,15 +476,14 @@ def test_peaks_are_those_of_the_table():
 
 
 @pytest.mark.parametrize("world, flags, rank", [
-    (4, ["--schedule", "1f1b"], 1),
-    (4, ["--impl", "idea"], 3),
-    (2, [*LLAMA, "--schedule", "zb-v"], 0)])
+    (4, "--schedule 1f1b", 1), (4, "--impl idea", 3), (2, "--model llama-toy --schedule zb-v", 0)])
 def test_cost(world, flags, rank):
-    textbook(dry_run_agrees("pipeline_parallel", world, "--layers", "4", *flags, ranks=[rank]))
+    flags = "--layers", "4", *flags.split()
+    textbook(dry_run_agrees("pipeline_parallel", world, *flags, ranks=[rank]))
 
 
 def test_what_cannot_run_is_refused():
-    run_ranks(check_refused, 2, "pipeline_parallel", [(flags.split(), words) for flags, words in [
+    run_ranks(check_refused, 2, "pipeline_parallel", [
         ("--layers 1", "--layers 1 for 2 stages"),
         ("--micro 3", "--micro 3 cannot cut --batch 8"),
         ("--schedule interleaved --micro 3 --batch 9", "interleaved takes multiples of 2"),
@@ -525,4 +496,4 @@ def test_what_cannot_run_is_refused():
         ("--layers-per-stage 1,1", "they are 2, --layers 4"),
         ("--limit 4", "--limit is for --schedule auto, not for 1f1b"),
         ("--pp 4", "--pp is for --simulate only"),
-    ]])
+    ])

@@ -139,26 +139,40 @@ def test_weights_alone(good, tmp_path):
         assert max(report["check"][kind] for kind in GAPS) <= 1e-10
 
 
-RELAY = (  # not moe: experts are of no other script but hybrid_3d
-    ("ddp", 2), ("zero", 2, "--stage", "3"), ("fsdp", 2), ("tensor_parallel", 2),
-    ("pipeline_parallel", 2), ("context_parallel", 2), ("amp_accum_ckpt", 2, "--amp", "off"),
-    ("hybrid_3d", 4, "--dp", "2", "--tp", "2", "--pp", "1"), ("ddp", 1),
+RELAY = [  # not moe: experts are of no other script but hybrid_3d
+    "ddp 2", "zero 3 --stage 3", "fsdp 2", "tensor_parallel 2",
+    "pipeline_parallel 2 --layers-per-stage 0,4", "pipeline_parallel 2 --schedule zb-v",
+    "context_parallel 2", "amp_accum_ckpt 2 --amp off", "hybrid_3d 4 --dp 2 --pp 2 --zero 1",
+    "hybrid_3d 4 --dp 2 --tp 2 --sp --zero 3", "hybrid_3d 4 --cp 2 --pp 2 --zero 2", "ddp 1",
     # DTensors: cut unevenly, and both cut and replicated
-    ("fsdp", 3, "--impl", "torch"), ("tensor_parallel", 2, "--impl", "torch"), ("ddp", 1),
-)
+    "fsdp 3 --impl torch", "tensor_parallel 2 --impl torch", "ddp 1",
+]
+OF_LLAMA = [  # with frozen parameters
+    "ddp 3 --impl torch", "fsdp 4 --hsdp 2", "tensor_parallel 4",  # 2 heads of keys and values
+    "zero 2 --stage 1 --offload optimizer", "ddp 2",
+]
+OF_MUON = [
+    "zero 2 --stage 3", "fsdp 3", "tensor_parallel 2 --sp", "ddp 1",
+    "hybrid_3d 4 --dp 2 --pp 2 --zero 2", "zero 2 --stage 1",
+]
 
 
-def test_many_runs_are_one_training(tmp_path):
+@pytest.mark.parametrize("form, legs", [
+    ("--layers 4", RELAY), ("--model llama-toy --train blocks.1|norm|head", OF_LLAMA),
+    ("--model llama-toy --kv-heads 2 --hidden 45 --optimizer muon", OF_MUON),
+])
+def test_many_runs_are_one_training(form, legs, tmp_path):
     """Each script goes on where another one has stopped, with the losses of a single run."""
-    together = []
+    flags = (*QUICK, "--vocab", "257", *form.split())
     folder = str(tmp_path)
-    for number, (name, world, *flags) in enumerate(RELAY, 1):
+    together = []
+    for number, leg in enumerate(legs, 1):
+        name, world, *more = leg.split()
         if together:
-            flags += ["--resume", folder]
-        steps = str(2 * number)
-        report = run_script(name, world, *QUICK, *flags, "--steps", steps, "--save", folder)
-        together += report["loss"]
-    alone = run_script("ddp", 1, *QUICK, "--steps", str(2 * len(RELAY)))
+            more += ["--resume", folder]
+        more += ["--steps", str(2 * number), "--save", folder]
+        together += run_script(name, int(world), *flags, *more)["loss"]
+    alone = run_script("ddp", 1, *flags, "--steps", str(2 * len(legs)))
     assert together == pytest.approx(alone["loss"], rel=1e-10, abs=0)
 
 
