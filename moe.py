@@ -41,7 +41,6 @@ tensor_parallel.py (but see hybrid_3d.py); two backwards of a forward; padding: 
 """
 import math
 import re
-from collections import namedtuple
 from functools import partial
 
 import torch
@@ -195,7 +194,7 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 # What it adds to the idea, and what that buys. Calls: the toy's, on 2 ranks.
 #     Experts        in stacks, rows regrouped by expert: each runs once, the idea's once for each
 #                    rank's rows; on GPUs in bf16 all run at once, in one kernel
-#     Trip           a shared expert works while rows travel: an exchange in two halves
+#     travel_beside  a shared expert works while rows travel: an exchange in two halves
 #     balance        by losses or biases, experts are chosen about equally often
 #     score          logits are fp32: rounding would change the choice
 #     rows_of        under autocast rows are cast before they travel
@@ -204,14 +203,6 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 # At the end, as options: DeepSeek's router; capacity, so many rows at most for an expert.
 
 # ---- the layer
-
-# Where rows go. Row n K + k is token n on its way to its k-th expert. As drawn above, rank 0:
-#     order            the rows as they leave, sorted by expert: those of 0 0 0 1 | 2 3
-#     send, receive    how many go to each rank, and come from each: [4, 2], [4, 3]
-#     regroup          the permutation from by source, 0 0 0 1 | 0 0 1, to by expert, 0 0 0 0 0 1 1
-#     sizes, ends      how many each expert here gets, on the host: [5, 2]; where its rows end, on
-#                      the device: (5, 7)
-Routing = namedtuple("Routing", "order send receive regroup sizes ends")
 
 # Biases are integers, in UNITs: model.to(torch.bfloat16) would round floating-point buffers
 UNIT = 2.0 ** -40
@@ -261,23 +252,16 @@ class MoE(nn.Module):
         logits = self.score(x)
         chosen, gates, probs = self.route(logits, UNIT * self.bias_units.to(logits.dtype))
         load = rows_of_each(chosen, probs.shape[-1])  # of this rank's tokens
-        routing = self.routing(chosen, load)
+        order, leaving = self.rows_that_leave(chosen, load)
+        counts = exchange_counts(leaving, self.ep)
         # partial -> replicated, while the experts are at work
         summing = dist.all_reduce(load, group=self.everyone, async_op=True)
-        y = self.mix(x, chosen, gates, routing)
+        y = self.mix(x, gates, order, counts)
         summing.wait()
         loss = logits.new_zeros(())  # then AddLoss notes the load alone
         if self.alpha or self.beta:
             loss = balancing_loss(load, logits, probs, chosen.shape[-1], self.alpha, self.beta)
         return AddLoss.apply(y, loss, load, self)
-
-    def mix(self, x, chosen, gates, routing):
-        trip = Trip(routing.send, routing.receive, self.ep)
-        rows = Leave.apply(self.rows_of(x, chosen, routing), trip)  # tokens' ranks -> experts'
-        of_shared = None if self.shared is None else self.shared(x)  # while rows travel
-        rows = Arrive.apply(rows, trip)
-        y = self.answer(rows, gates, routing).view_as(x)
-        return y if of_shared is None else y + of_shared
 
     def score(self, x):
         """(.., C) -> logits (.., E), in fp32 or better: rounding changes the choice."""
@@ -287,44 +271,51 @@ class MoE(nn.Module):
             return F.linear(x.to(exact), self.router.weight.to(exact),
                             None if bias is None else bias.to(exact))
 
-    def routing(self, chosen, leaving):
-        """chosen (.., K): experts; leaving (E,): rows that go to each -> Routing."""
-        counts = exchange_counts(leaving, self.ep)
+    def rows_that_leave(self, chosen, load):
+        """-> numbers of rows, sorted by expert; how many go to each, (E,). Row n K + k is token n
+        on its way to its k-th expert."""
+        return chosen.flatten().argsort(stable=True), load
+
+    def mix(self, x, gates, order, counts):
+        """As the idea's. order: of rows_that_leave. counts: of exchange_counts."""
         to_ranks, from_ranks = read_counts(counts)  # [rank][expert]
         send = [sum(of_rank) for of_rank in to_ranks]
         receive = [sum(of_rank) for of_rank in from_ranks]
-        sizes = [sum(of_expert) for of_expert in zip(*from_ranks)]
-        order = chosen.flatten().argsort(stable=True)
-        # rows arrive in pieces, from rank 0 for each expert here, from rank 1 likewise, ..
-        pieces = counts[1]  # (ep, E/ep): their sizes
-        # 0 0 1 1 1 ..: the number of each row's piece
-        piece = torch.repeat_interleave(pieces.flatten(), output_size=sum(receive))
-        expert = piece % pieces.shape[1]
-        regroup = expert.argsort(stable=True)
-        ends = pieces.sum(0).cumsum(0).int()
-        return Routing(order, send, receive, regroup, sizes, ends)
+        order = order[:sum(send)]  # all, but see MoEWithCapacity
+        rows = self.rows_of(x, order, gates.shape[-1])
+        if self.shared is None:
+            rows = AllToAll.apply(rows, send, receive, self.ep)  # tokens' ranks -> experts'
+        else:
+            rows, of_shared = travel_beside(self.shared, x, rows, send, receive, self.ep)
+        answers = AllToAll.apply(
+            self.answer(rows, counts[1], from_ranks), receive, send, self.ep)  # and back
+        by_token = answers.new_zeros(gates.numel(), answers.shape[1])
+        by_token = by_token.index_copy(0, order, answers)
+        by_token = by_token.unflatten(0, (-1, gates.shape[-1]))  # (N, K, C)
+        gates = gates.to(answers.dtype).flatten(0, -2).unsqueeze(1)  # (N, 1, K)
+        y = (gates @ by_token).view_as(x)  # (N, 1, K) @ (N, K, C)
+        return y if self.shared is None else y + of_shared
 
-    def rows_of(self, x, chosen, routing):
+    def rows_of(self, x, order, top_k):
         """Tokens (.., C) -> rows, sorted by expert."""
         # not tokens.index_select(0, token): on GPUs its backward adds in any order
-        rows = x.flatten(0, -2).repeat_interleave(chosen.shape[-1], 0)  # (N K, C), by token
-        rows = rows.index_select(0, routing.order)  # by expert, no row twice
+        rows = x.flatten(0, -2).repeat_interleave(top_k, 0)  # (N K, C), by token
+        rows = rows.index_select(0, order)  # by expert, no row twice
         if torch.is_autocast_enabled(rows.device.type):  # or the experts would, behind the trip
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         return rows
 
-    def answer(self, rows, gates, routing):
-        """Rows, sorted by source -> (N, C): for each token its experts' answers, times gates."""
-        rows = rows.index_select(0, routing.regroup)  # by source -> by expert
-        answers = self.experts(rows, routing.sizes, routing.ends)
-        answers = answers.index_select(0, routing.regroup.argsort())  # by expert -> by source
-        # experts' ranks -> tokens'
-        answers = AllToAll.apply(answers, routing.receive, routing.send, self.ep)
-        by_token = answers.new_zeros(gates.numel(), answers.shape[1])
-        by_token = by_token.index_copy(0, routing.order, answers)
-        by_token = by_token.unflatten(0, (-1, gates.shape[-1]))  # (N, K, C)
-        gates = gates.to(answers.dtype).flatten(0, -2).unsqueeze(1)  # (N, 1, K)
-        return (gates @ by_token).squeeze(1)  # (N, 1, K) @ (N, K, C)
+    def answer(self, rows, pieces, from_ranks):
+        """Rows, sorted by source, in pieces: from rank 0 for each expert here, from rank 1
+        likewise, .. -> their answers. pieces (ep, E/ep) and from_ranks: how large they are."""
+        # 0 0 1 1 1 ..: the number of each row's piece
+        piece = torch.repeat_interleave(pieces.flatten(), output_size=len(rows))
+        # the way from 0 0 0 1 | 0 0 1, by source, to 0 0 0 0 0 1 1, by expert, as drawn above
+        regroup = (piece % pieces.shape[1]).argsort(stable=True)
+        sizes = [sum(of_expert) for of_expert in zip(*from_ranks)]  # 5 2
+        ends = pieces.sum(0).cumsum(0).int()  # 5 7, on the device
+        answers = self.experts(rows.index_select(0, regroup), sizes, ends)
+        return answers.index_select(0, regroup.argsort())  # by expert -> by source
 
 
 # ---- experts in stacks
@@ -393,58 +384,6 @@ class Experts(nn.Module):
         else:
             y = self.activation(self.gate(rows, sizes, ends)) * y
         return self.down(y, sizes, ends)
-
-
-# ---- the way to experts: AllToAll in two halves, so that a shared expert hides it
-
-#     forward     Leave starts   the shared expert   Arrive waits
-#     backward    Arrive starts  the shared expert   Leave waits
-
-
-class Trip:
-    """Rows on their way to experts; in backward, their gradients on the way back."""
-
-    def __init__(self, send, receive, ep):
-        self.send = send
-        self.receive = receive
-        self.ep = ep
-        self.work = None  # Work of the all-to-all under way
-        self.rows = None  # its result
-
-    def start(self, rows, send, receive):
-        self.rows = rows.new_empty(sum(receive), rows.shape[1])
-        self.work = dist.all_to_all_single(
-            self.rows, rows.contiguous(), receive, send, group=self.ep, async_op=True)
-
-    def finish(self):
-        self.work.wait()  # on GPUs the stream waits for it, not the host
-        rows = self.rows
-        self.work = self.rows = None
-        return rows
-
-
-class Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, trip):
-        ctx.trip = trip
-        trip.start(rows, trip.send, trip.receive)
-        return trip.rows  # still on the way: Arrive alone may read them
-
-    @staticmethod
-    def backward(ctx, gradient):  # autograd comes here after what was computed between the two
-        return ctx.trip.finish(), None
-
-
-class Arrive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, trip):
-        ctx.trip = trip
-        return trip.finish()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.trip.start(gradient, ctx.trip.receive, ctx.trip.send)
-        return gradient, None  # Leave takes its own from the trip; autograd wants a tensor here
 
 
 # ---- balance: experts are chosen about equally often
@@ -613,6 +552,66 @@ def plain_name(name, e):
     return re.sub(r"(^|\.)experts\.(_orig_mod\.)?(up|down|gate)\.", rf"\1experts.{e}.\3.", name)
 
 
+# ---- a shared expert hides the way to the others: AllToAll in two halves
+
+#     forward     Leave starts   the shared expert   Arrive waits
+#     backward    Arrive starts  the shared expert   Leave waits
+
+
+def travel_beside(shared, x, rows, send, receive, ep):
+    """-> rows with their experts, and shared(x), computed while they travel."""
+    trip = Trip(send, receive, ep)
+    rows = Leave.apply(rows, trip)  # tokens' ranks -> experts'
+    of_shared = shared(x)
+    return Arrive.apply(rows, trip), of_shared
+
+
+class Trip:
+    """Rows on their way to experts; in backward, their gradients on the way back."""
+
+    def __init__(self, send, receive, ep):
+        self.send = send
+        self.receive = receive
+        self.ep = ep
+        self.work = None  # Work of the all-to-all under way
+        self.rows = None  # its result
+
+    def start(self, rows, send, receive):
+        self.rows = rows.new_empty(sum(receive), rows.shape[1])
+        self.work = dist.all_to_all_single(
+            self.rows, rows.contiguous(), receive, send, group=self.ep, async_op=True)
+
+    def finish(self):
+        self.work.wait()  # on GPUs the stream waits for it, not the host
+        rows = self.rows
+        self.work = self.rows = None
+        return rows
+
+
+class Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, trip):
+        ctx.trip = trip
+        trip.start(rows, trip.send, trip.receive)
+        return trip.rows  # still on the way: Arrive alone may read them
+
+    @staticmethod
+    def backward(ctx, gradient):  # autograd comes here after what was computed between the two
+        return ctx.trip.finish(), None
+
+
+class Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, trip):
+        ctx.trip = trip
+        return trip.finish()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.trip.start(gradient, ctx.trip.receive, ctx.trip.send)
+        return gradient, None  # Leave takes its own from the trip; autograd wants a tensor here
+
+
 # ---- another router
 
 
@@ -655,14 +654,13 @@ class MoEWithCapacity(MoE):
         super().__init__(*args, **options)
         self.capacity = capacity
 
-    def routing(self, chosen, leaving):
-        experts = len(leaving)
+    def rows_that_leave(self, chosen, load):
+        experts = len(load)
         chosen = chosen.flatten(0, -2)
         kept = first_in_queue(chosen, experts, self.capacity)
         # dropped rows get the number E: sorted behind all others, cut off, their answers stay 0
         chosen = chosen.masked_fill(~kept, experts)
-        routing = super().routing(chosen, rows_of_each(chosen, experts + 1)[:experts])
-        return routing._replace(order=routing.order[:sum(routing.send)])
+        return super().rows_that_leave(chosen, rows_of_each(chosen, experts + 1)[:experts])
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------

@@ -378,8 +378,8 @@ BUGS = [
     ("dist.all_reduce(squares[1], group=ep)", "pass"),
     ("return grad, torch.ones_like(loss)", "return grad, torch.zeros_like(loss)"),
     ("loss = balancing_loss(load,", "loss = balancing_loss(2 * rows_of_each(chosen, 4),"),  # own
-    ("regroup = expert.argsort(stable=True)", "regroup = torch.arange(len(expert))"),
-    ("routing.regroup.argsort()", "routing.regroup"),
+    ("(piece % pieces.shape[1]).argsort(stable=True)", "piece.argsort(stable=True)"),
+    ("regroup.argsort()", "regroup"),
     ("    summing.wait()\n        loss =", "    load.zero_()\n        loss ="),
 ]
 
