@@ -49,7 +49,7 @@ import torch.nn as nn
 import tensor_parallel
 from common import loss_sum
 from pipeline_parallel import (
-    Mail, SplitPipeline, gather, homes, make_plans, split, split_linear)
+    Mail, SplitPipeline, gather, homes, make_plans, names_of, split, split_linear)
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, Cut, RowLinear, TensorParallel, assert_same,
     vocab_parallel_cross_entropy)
@@ -304,21 +304,19 @@ def table_of(stages, tp, zero):
     """All stages of a model -> {parameter: its Row}."""
     of_kind = fates(tp.cuts_x, zero)
     of_stages = [set(stage.parameters()) for stage in stages]
+    names = names_of(stages)
     table = {}
-    named = {}
     for stage in stages:
-        for path, owner in stage.named_modules():
-            for name, p in owner.named_parameters(path, recurse=False):
+        for owner in stage.modules():
+            for p in owner.parameters(recurse=False):
                 kind = kind_of(p, owner, tp)
                 fate = of_kind[kind]
-                assert named.setdefault(name, p) is p, (
-                    f"two stages have a {name}: a state_dict would lose one; take slices, or carve")
                 numbers = [number for number, ps in enumerate(of_stages) if p in ps]
                 if len(numbers) > 1:
-                    assert numbers == [0, len(stages) - 1], f"{name} is in stages {numbers}"
+                    assert numbers == [0, len(stages) - 1], f"{names[p]} is in stages {numbers}"
                     kind += ", tied"
                     fate = {**fate, "ends": "sum"}
-                table.setdefault(p, Row(name, kind, fate))
+                table.setdefault(p, Row(names[p], kind, fate))
     return table
 
 

@@ -396,20 +396,17 @@ class Stages(nn.ModuleList):
         here = {stage: whole[stage] for stage in home if pipeline[home[stage]] == rank}
         super().__init__(here.values())
         self.here = here  # {stage: module}
+        names = names_of(whole)
+        self.names = {p: names[p] for _, p in super().named_parameters()}  # of this rank's alone
         self.shared = {}  # {parameter that other ranks have, too: the group of its ranks}
         places = defaultdict(set)  # {parameter: its places in a pipeline}
-        named = {}
         for stage, module in enumerate(whole):
             for part in module.modules():
                 differs = hasattr(part, "tp") or hasattr(part, "is_of_experts")
                 assert len(pipelines) == 1 or not differs, (
                     "ranks may have different pieces, or different experts: take hybrid_3d.py")
-            for name, p in module.named_parameters():
+            for p in module.parameters():
                 places[p].add(home[stage])
-                assert named.setdefault(name, p) is p, (
-                    f"two stages have a {name}: a state_dict would lose one; take slices, or carve")
-        names = {p: name for name, p in reversed(named.items())}  # in the first stage that has it
-        self.names = {p: names[p] for _, p in super().named_parameters()}  # of this rank's alone
         new_group = cache(dist.new_group)  # one group for the same ranks
         for p in places:
             # those that have p, of all pipelines
@@ -452,6 +449,18 @@ class Stages(nn.ModuleList):
             finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: then nothing is scaled
             nn.utils.clip_grads_with_norm_(self.parameters(), clip, finite)
         return norm
+
+
+def names_of(stages):
+    """All stages of a model -> {parameter: its name in the first stage that has it}"""
+    names = {}
+    named = {}
+    for stage in stages:
+        for name, p in stage.named_parameters():
+            assert named.setdefault(name, p) is p, (
+                f"two stages have a {name}: a state_dict would lose one; take slices, or carve")
+            names.setdefault(p, name)
+    return names
 
 
 class HandsOn(nn.Module):
