@@ -35,17 +35,10 @@ IDEA = ("--impl", "idea")
     (4, ["--attn", "zigzag", *LLAMA]),
     (4, ["--attn", "zigzag", *QWEN, "--documents"]),
     (3, ["--attn", "ring", "--seq", "18", "--documents"]),
+    (2, ["--train", r"blocks\.1\.|^norm", "--eval-every", "2", "--documents", "--attn", "ring"]),
 ])
 def test_equals_one_process(world, flags):
     check_equal("context_parallel", world, *flags)
-
-
-def test_goes_on_with_other_ranks_and_another_attention(tmp_path):
-    frozen = ("--train", r"blocks\.1\.|^norm", "--eval-every", "2", "--documents")
-    check_equal("context_parallel", 2, *frozen, "--attn", "ring", "--save", str(tmp_path))
-    report = check_equal("context_parallel", 1, *frozen, "--steps", "4", "--resume", str(tmp_path))
-    assert report["check"]["validation"] <= 1e-10
-    assert len(report["loss"]) == 2  # steps 2 and 3
 
 
 # ---- attention alone -------------------------------------------------------------
@@ -110,9 +103,20 @@ def check_used_on_one_rank():
         assert all((layer.weight.grad == 1).all() for layer in model)
 
 
-def test_autocast_and_parameters_of_one_rank():
-    run_ranks(check_backward_under_autocast, 2)
-    run_ranks(check_used_on_one_rank, 2)
+def check_evaluated_first():
+    """In inference mode, before the first step: it makes positions that are cached, and trained
+    with."""
+    cfg = GPTConfig(1, 8, 2, 16, 4, FORMS["gpt2"], 2, 16)
+    model = context_parallel.parallelize(build(cfg, 0), Zigzag())
+    x = torch.zeros(1, 2, dtype=torch.int64)
+    with torch.inference_mode():
+        model(x)
+    model(x).sum().backward()
+
+
+def test_autocast_parameters_of_one_rank_and_inference_mode():
+    for check in check_backward_under_autocast, check_used_on_one_rank, check_evaluated_first:
+        run_ranks(check, 2)
 
 
 @pytest.mark.parametrize("dtype, gap", [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
@@ -186,6 +190,8 @@ def check_parts_one_and_two():
         ("Ring", 3, 3), ("Zigzag", 6, 2), ("AllGather", 3, 1), ("Ulysses", 6, 2), ("idea", 6, 2)])
     copy = copied("context_parallel")
     q = torch.ones(1, 2, 4, 8, dtype=torch.float32)
+    with pytest.raises(AssertionError, match="3 heads of q for 2 of k"):
+        copy.Zigzag().attend(torch.ones(1, 3, 4, 8), q, q)
     with torch.autocast("cpu", torch.bfloat16):  # RoPE has made q and k fp32
         for kind in copy.Zigzag, copy.Ulysses:
             assert kind().attend(q, q, q.bfloat16()).dtype == torch.bfloat16
@@ -199,30 +205,6 @@ def check_parts_one_and_two():
 def test_copy():
     """Accumulation, clipping, recomputation, a tied weight, a frozen one; documents; autocast."""
     run_ranks(check_parts_one_and_two, 2)
-
-
-def check_asserts():
-    q, k = [torch.ones(1, heads, 4, 8) for heads in (5, 2)]
-    with pytest.raises(AssertionError, match="5 heads of q for 2 of k"):
-        Zigzag().attend(q, k, k)
-
-
-def test_asserts():
-    run_ranks(check_asserts, 1)
-
-
-def check_evaluated_first():
-    cfg = GPTConfig(1, 8, 2, 16, 4, FORMS["gpt2"], 2, 16)
-    model = context_parallel.parallelize(build(cfg, 0), Zigzag())
-    x = torch.zeros(1, 4, dtype=torch.int64)
-    with torch.inference_mode():
-        model(x)
-    model(x).sum().backward()
-
-
-def test_evaluated_in_inference_mode_before_the_first_step():
-    """It makes the positions that are cached, and trained with."""
-    run_ranks(check_evaluated_first, 1)
 
 
 def check_transformers(block):

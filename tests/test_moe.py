@@ -166,10 +166,6 @@ def check_kernels():
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
-def test_one_kernel_is_the_loop():
-    run_ranks(check_kernels, 1)
-
-
 def test_one_kernel_drops_no_bias():
     rows = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
     for width, bias in (8, False), (8, True), (12, False):
@@ -351,12 +347,11 @@ def test_copy_of_the_idea(world):
 
 IDEAS_BUGS = [
     ("scatter(-1, chosen, gates)", "scatter(-1, chosen, 2 * gates)"),
-    ("AllToAll.apply(gradient, *ctx.way_back)",
+    ("AllToAll.apply(gradient, *ctx.way_back)",  # a bare all_to_all_single: the graph ends there
      "gradient.new_zeros(sum(ctx.way_back[1]), gradient.shape[1])"),
     ("order = chosen.flatten().argsort()", "order = torch.arange(chosen.numel())"),
     ("token = order // chosen.shape[-1]", "token = order % len(tokens)"),
     ("zip(self.experts, from", "zip(self.experts[::-1], from"),
-    ("gates.flatten()[order, None] * answers", "answers"),
     ("gates.flatten()[order, None]", "gates.flatten()[:, None]"),
     (".index_add(0, token, gated)", ".index_copy(0, token, gated)"),
     ("(dist.group.WORLD, replicas)", "(None, None)"),
@@ -370,12 +365,9 @@ IDEAS_BUGS = [
 
 
 BUGS = [
-    ("AllToAll.apply(gradient, *ctx.way_back)",  # a bare all_to_all_single: the graph ends there
-     "gradient.new_zeros(sum(ctx.way_back[1]), gradient.shape[1])"),
     ("return ctx.trip.finish(), None", "return torch.zeros_like(ctx.trip.finish()), None"),
     ("(dist.group.WORLD, replicas)):\n        gradients",  # different experts are added up
      "(dist.group.WORLD, dist.group.WORLD)):\n        gradients"),
-    ("dist.all_reduce(squares[1], group=ep)", "pass"),
     ("return grad, torch.ones_like(loss)", "return grad, torch.zeros_like(loss)"),
     ("loss = balancing_loss(load,", "loss = balancing_loss(2 * rows_of_each(chosen, 4),"),  # own
     ("regroup = expert.argsort(stable=True)", "regroup = torch.arange(len(expert))"),
@@ -520,21 +512,17 @@ def assert_refused(layer):
         moe.load_full_state_dict(model, layer.ep, {**whole, "experts.shared.weight": 0})
 
 
-def check_gamma_becomes_0():
-    """DeepSeek-V3's last 500B tokens: what biases have learnt stays."""
-    layer = small_layer(gamma=1.0)
+def check_gamma_is_0():
+    """DeepSeek-V3's last 500B tokens: what biases have learnt stays, and counts."""
+    layer = small_layer()
     x = torch.randn(64, 8)
-    for _ in range(3):
-        layer(x).sum().backward()
-        moe.step_biases(layer)
-    learnt = layer(x)
-    layer.gamma = 0.0
-    assert torch.equal(layer(x), learnt)
-    layer(x).sum().backward()
+    before = layer(x)
+    layer.bias_units[0] = learnt = round(1 / moe.UNIT)
+    after = layer(x)
+    assert not torch.equal(after, before)
+    after.sum().backward()
     moe.step_biases(layer)
-    assert torch.equal(layer(x), learnt)
-    layer.bias_units.zero_()
-    assert not torch.equal(layer(x), learnt)
+    assert layer.bias_units.tolist() == [learnt, 0, 0, 0]
 
 
 def check_shared_hides_the_trip():
@@ -551,7 +539,7 @@ def check_shared_hides_the_trip():
 
 
 def test_layer():
-    for check in check_layer, check_gamma_becomes_0, check_shared_hides_the_trip:
+    for check in check_layer, check_gamma_is_0, check_shared_hides_the_trip, check_kernels:
         run_ranks(check, 1)
 
 
@@ -588,11 +576,12 @@ def test_sigmoid_route():
 
 
 def test_balancing_loss():
-    """The formulas of the papers."""
-    logits = torch.randn(40, 8).double()
+    """The formulas of the papers, in fp32, also under autocast, which would cast a matmul."""
+    logits = torch.randn(40, 8)
     probs = logits.softmax(-1)
     load = torch.arange(8) * 20 // 7
-    found = moe.balancing_loss(load, logits, probs, load.sum() / 40, alpha=0.3, beta=0.2)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = moe.balancing_loss(load, logits, probs, load.sum() / 40, alpha=0.3, beta=0.2)
     switch = sum(8 * load[e] / load.sum() * probs[:, e].mean() for e in range(8))
     z = logits.exp().sum(-1).log().square().mean()
     torch.testing.assert_close(found, 0.3 * switch + 0.2 * z)
@@ -615,14 +604,3 @@ def test_refused():
         ([*IDEA, "--shared"], "--impl idea: takes no --shared"),
         (["--impl", "all", "--balance", "bias"], "--impl all: takes no --balance"),
     ])
-
-
-def test_balancing_losses_are_fp32():
-    """Also under autocast, which would cast a matmul."""
-    logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    load = torch.arange(8) + 12
-    losses = []
-    for enabled in False, True:
-        with torch.autocast("cpu", torch.bfloat16, enabled):
-            losses.append(moe.balancing_loss(load, logits, logits.softmax(-1), 2, 0.1, 0.1))
-    assert losses[0] == losses[1]
