@@ -4,7 +4,7 @@ changes; its momentum is saved by one layout and resumed by another.
 import pytest
 import torch
 
-from conftest import PROOF, check_bug_shows, check_equal, run_ranks, run_script
+from conftest import check_bug_shows, check_equal, check_relay, run_ranks
 import harness.whole
 from harness.whole import Share, WholeMatrices
 
@@ -43,15 +43,7 @@ RELAY = (("zero", 2, "--stage", "3"), ("fsdp", 3), ("tensor_parallel", 2, "--sp"
 
 
 def test_resumed_in_another_layout(tmp_path):
-    quick = (*PROOF, *ODD, "--no-check", "--optimizer", "muon")
-    together = []
-    for number, (name, ranks, *flags) in enumerate(RELAY, 1):
-        if together:
-            flags += ["--resume", str(tmp_path)]
-        flags += ["--steps", str(2 * number), "--save", str(tmp_path)]
-        together += run_script(name, ranks, *quick, *flags)["loss"]
-    alone = run_script("ddp", 1, *quick, "--steps", str(2 * len(RELAY)))
-    assert together == pytest.approx(alone["loss"], rel=1e-10, abs=0)
+    check_relay(RELAY, tmp_path, *ODD, "--optimizer", "muon")
 
 
 def check_any_optimizer():

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import GAPS, PROOF, SMALL, check_equal, check_refused, run_ranks, run_script
+from conftest import (
+    PROOF, SMALL, check_equal, check_refused, check_relay, run_ranks, run_script, worst_gap)
 from harness import checkpoint
 from harness.meet import patience
 from tools import ranks
@@ -136,7 +137,7 @@ def test_weights_alone(good, tmp_path):
     assert len(tuned["plain_loss"]) == 2 and len(rest["plain_loss"]) == 1
     assert tuned["loss"][0] < losses[0] - 0.01
     for report in tuned, rest:
-        assert max(report["check"][kind] for kind in GAPS) <= 1e-10
+        assert worst_gap(report["check"]) <= 1e-10
 
 
 RELAY = (  # not moe: experts are of no other script but hybrid_3d
@@ -149,17 +150,7 @@ RELAY = (  # not moe: experts are of no other script but hybrid_3d
 
 
 def test_many_runs_are_one_training(tmp_path):
-    """Each script goes on where another one has stopped, with the losses of a single run."""
-    together = []
-    folder = str(tmp_path)
-    for number, (name, world, *flags) in enumerate(RELAY, 1):
-        if together:
-            flags += ["--resume", folder]
-        steps = str(2 * number)
-        report = run_script(name, world, *QUICK, *flags, "--steps", steps, "--save", folder)
-        together += report["loss"]
-    alone = run_script("ddp", 1, *QUICK, "--steps", str(2 * len(RELAY)))
-    assert together == pytest.approx(alone["loss"], rel=1e-10, abs=0)
+    check_relay(RELAY, tmp_path)
 
 
 def fails(change):
