@@ -16,7 +16,7 @@ from common import FORMS, GPTConfig, adamw, attend, build
 from conftest import (
     ROOT, alone, check_bug_shows, check_each, check_equal, check_refused, copied, dry_run_agrees,
     idea, rewritten, run_ranks, textbook, with_transformers)
-from context_parallel import KINDS, Ring, Ulysses, Zigzag, seen
+from context_parallel import KINDS, AllGather, Ulysses, Zigzag, seen
 from others import Llama, compare, gradients_of, loss_sum, micro_batches, trained
 
 LLAMA = ("--model", "llama-toy")
@@ -44,39 +44,22 @@ def test_equals_one_process(world, flags):
 # ---- attention alone -------------------------------------------------------------
 
 
-def check_attention(T, kv_heads, D, packed=False, compiled=False):
+def check_compiled():
     """out, dq, dk, dv of each kind, against SDPA of the whole sequence."""
     rng = torch.Generator().manual_seed(0)
-    *qkv, dout = [torch.randn(2, H, T, D, generator=rng) for H in (4, kv_heads, kv_heads, 4)]
+    *qkv, dout = [torch.randn(2, H, 12, 5, generator=rng) for H in (4, 2, 2, 4)]
     whole = [x.clone().requires_grad_() for x in qkv]
-    documents = None
-    if packed:
-        documents = (torch.rand(2, T, generator=rng) < 0.1).cumsum(1)
-    out = attend(*whole, documents)
+    out = attend(*whole)
     out.backward(dout)
-    for kind in KINDS.values():
-        if kind is Ulysses and kv_heads % dist.get_world_size():
-            continue
-        if kind is Ring and compiled:  # Zigzag compiles the same
-            continue
+    for kind in AllGather, Zigzag, Ulysses:  # Ring compiles as Zigzag
         ranks = kind()
-        own = ranks.positions(T)
+        own = ranks.positions(12)
         parts = [x[:, :, own].requires_grad_() for x in qkv]
-        ours = torch.compile(ranks.attend, backend="aot_eager") if compiled else ranks.attend
-        result = ours(*parts, documents)
+        result = torch.compile(ranks.attend, backend="aot_eager")(*parts)
         result.backward(dout[:, :, own])
         found = [result, *(part.grad for part in parts)]
         for a, b in zip(found, [out, *(x.grad for x in whole)]):
             torch.testing.assert_close(a, b[:, :, own], rtol=0, atol=1e-12)
-
-
-def test_attention_alone():
-    run_ranks(check_each, 4, check_attention, [  # T, kv_heads, D, packed
-              (1024, 4, 4),  # longer than a block of the kernel
-              (24, 1, 3),
-              (72, 4, 3, True),
-    ])
-    run_ranks(check_attention, 2, 12, 2, 5, False, True)
 
 
 def check_backward_under_autocast():
@@ -114,9 +97,10 @@ def check_evaluated_first():
     model(x).sum().backward()
 
 
-def test_autocast_parameters_of_one_rank_and_inference_mode():
-    for check in check_backward_under_autocast, check_used_on_one_rank, check_evaluated_first:
-        run_ranks(check, 2)
+@pytest.mark.parametrize("check", [
+    check_compiled, check_backward_under_autocast, check_used_on_one_rank, check_evaluated_first])
+def test_on_two_ranks(check):
+    run_ranks(check, 2)
 
 
 @pytest.mark.parametrize("dtype, gap", [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])

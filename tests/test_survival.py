@@ -64,7 +64,6 @@ OTHERWISE = [  # flags, and why the run does not go on from the checkpoint
     ("--resume {GOOD} --steps 4", "4 behind it already"),
     ("--resume {GOOD}/2 --save {GOOD}", "holds step 4 already"),
     ("--save {GOOD}", "holds step 4 already"),
-    ("--resume {EMPTY}", "no whole checkpoint there"),
     ("--init-from {GOOD} --heads 2", "saved with heads 4, not 2"),
 ]
 
@@ -75,8 +74,7 @@ def test_checkpoints_that_do_not_fit(good, tmp_path):
     What is refused leaves the folder as it is.
     """
     folder, _ = good
-    places = {"GOOD": folder, "EMPTY": tmp_path}
-    lines = [([*QUICK, "--steps", "6", *flags.format(**places).split()], words)
+    lines = [([*QUICK, "--steps", "6", *flags.format(GOOD=folder).split()], words)
              for flags, words in OTHERWISE]
     run_ranks(check_refused, 1, "ddp", lines)
     assert checkpoint.numbered(folder) == [2, 4]
