@@ -36,7 +36,6 @@ IDEA = "--impl", "idea"
     (2, ["--train", "attn", "--balance", "bias", "--shared"]),  # no expert is trained
     # nothing goes back through block 0
     (2, ["--train", "blocks.1", "--capacity", "0.8", "--eval-every", "1"]),
-    (2, ["--optimizer", "muon", "--ep", "1"]),
     (4, [*QWEN, "--optimizer", "muon"]),
     (2, [*IDEA, "--train", "blocks.1|norm", "--eval-every", "1"]),
     (4, [*IDEA, *MIXTRAL, "--ep", "2"]),
@@ -606,5 +605,4 @@ def test_refused():
         (["--experts", "6", "--dry-run", "4"], "and of --experts 6"),
         (["--impl", "torch"], "torch has no such layer"),
         ([*IDEA, "--shared"], "--impl idea: takes no --shared"),
-        (["--impl", "all", "--balance", "bias"], "--impl all: takes no --balance"),
     ])
