@@ -30,6 +30,7 @@ os.environ["RES_OPTIONS"] = "attempts:0"  # torch asks what 127.0.0.1 is called:
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would say that it got no answer
 import common  # noqa: E402
 from tools import ranks  # noqa: E402
+from tools.ranks import GAPS, worst_gap  # noqa: E402, F401
 
 ALL = bool(os.environ.get("ALL"))  # ALL=1 ./run.sh test: also what takes minutes more
 
@@ -165,13 +166,10 @@ def check_refused(name, lines):
         assert good, f"{command}: not {words!r} but {said!r}"
 
 
-GAPS = ("loss", "gradient", "grad_norm", "parameter")
-
-
 def check_equal(name, world, *flags):
     """The run passes its own check in fp64, every gap at most 1e-10 -> report."""
     report = run_script(name, world, *PROOF, *flags)
-    assert report["check"]["passed"] and worst_gap(report) <= 1e-10, report["check"]
+    assert report["check"]["passed"] and worst_gap(report["check"]) <= 1e-10, report["check"]
     return report
 
 
@@ -179,11 +177,7 @@ def check_bug_shows(name, world, *flags, plant):
     """With the bug that plant(module) puts in, the run fails its own check in fp64."""
     report = run_script(name, world, *PROOF, *flags, plant=plant, code=1)
     assert isinstance(report, dict), report  # else it did not get as far as its check
-    assert worst_gap(report) > 1e-6, report["check"]
-
-
-def worst_gap(report):
-    return max(report["check"][kind] for kind in GAPS)
+    assert worst_gap(report["check"]) > 1e-6, report["check"]
 
 
 def alone(name, *runs):

@@ -1,13 +1,11 @@
 """Bad command lines: exit code 2 on every rank, and one line on stderr that names the flag."""
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from conftest import ROOT, check_refused, is_clear, run_ranks, run_tool
+from conftest import check_refused, is_clear, run_ranks, run_tool
 from test_repo import TECHNIQUES
+from test_tools import run_sh
 
 # Flags and, after two spaces or more, what the line has to say. FILE is a file, FOLDER an empty
 # folder, EMPTY an empty file
@@ -60,10 +58,7 @@ def test_one_rank_and_two(tmp_path):
 
 def test_as_typed_with_run_sh():
     """Our one line, exit code 2, and nothing of torchrun's."""
-    done = subprocess.run(
-        ["./run.sh", "fsdp", "2", "--resume", "no/such"], cwd=ROOT, capture_output=True, text=True,
-        timeout=120, env={**os.environ, "PYTHON": sys.executable},
-    )
+    done = run_sh("fsdp", "2", "--resume", "no/such")
     assert (done.returncode, done.stdout) == (2, "")
     assert is_clear("fsdp", done.stderr, "--resume no/such: "), done.stderr
 

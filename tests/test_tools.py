@@ -131,7 +131,7 @@ def test_bad_words_end_in_a_line(tool, words, capsys):
 
 def run_sh(*words, **environment):
     return subprocess.run(["./run.sh", *words], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "PYTHON": sys.executable, **environment})
+                          timeout=120, env={**os.environ, "PYTHON": sys.executable, **environment})
 
 
 def test_one_help_for_all_ranks(monkeypatch):
