@@ -144,8 +144,8 @@ def idea_step(model, optimizer, x, y, valid, clip):
 # A step of the toy, --seq 2048 --batch 1 on 4 ranks, of the idea and with all of this:
 #                          calls   MB sent   MB at the peak
 #         the idea           84      19.1      56.9
-#         AllGather          13      25.4      35.6
-#         Zigzag             37      25.4      33.2
+#         AllGather          13      25.4      35.1
+#         Zigzag             37      25.4      32.7
 #         Ulysses            33      12.8      33.6
 # Llama 3 took AllGather: where all keys are at hand any mask is easy, such as that of documents.
 
@@ -245,22 +245,19 @@ class ContextParallel:
         chunks = self.chunks(self.cp_rank if rank is None else rank)
         return torch.arange(T, device=device).view(count, -1)[chunks].flatten()
 
+    def pairs(self, source, tokens):
+        """Which of this rank's chunks see which of another's. tokens: how many each rank has
 
-def seen(mine, theirs, tokens):
-    """What my queries see of their keys. mine, theirs: chunks; tokens: how many each rank has.
-
-    -> (first, count, causal): queries from number `first` on see the first `count` keys, and the
-    queries before it none. If causal, query i sees of these only keys 0 to i.
-
-    Pairs are nested, here of 8 chunks. Of mine 0,7 and theirs 3,4: 0 is before both, blind, and
-    both are visible to 7. Of mine 2,5 and theirs 1,6: none is blind, and 1 is visible to both.
-    """
-    assert tokens % len(mine) == 0, f"{tokens} tokens on a rank are not {len(mine)} equal chunks"
-    size = tokens // len(mine)  # of a chunk
-    blind = [chunk for chunk in mine if chunk < theirs[0]]
-    visible = [chunk for chunk in theirs if chunk <= mine[-1]]
-    # a rank's own tokens ascend, also those of chunks 0,7
-    return len(blind) * size, len(visible) * size, mine == theirs
+        -> (queries, keys, causal), for each pair that does: two slices of a rank's tokens, and is
+        it one chunk, where query i sees keys 0 to i alone?
+        """
+        size = tokens // self.chunks_each
+        for i, mine in enumerate(self.chunks(self.cp_rank)):
+            for j, theirs in enumerate(self.chunks(source)):
+                if theirs <= mine:
+                    queries = slice(i * size, (i + 1) * size)
+                    keys = slice(j * size, (j + 1) * size)
+                    yield queries, keys, theirs == mine
 
 
 # 3. One rank's keys after the other. They come by the idea's collectives, or around a ring.
@@ -270,8 +267,8 @@ class Blockwise(ContextParallel):
     """What AllGather and Ring share. They add how keys and values come, and gradients go:
 
     bring(own_kv) yields (a rank, its K and V) for one rank after the other
-    bring_back(own_kv, own_dkv) yields a dkv besides, to which is added what this rank's queries
-        give. In the end own_dkv, which begins as 0, is the sum over all ranks
+    bring_back(own_kv, summand) -> own_dkv, the sum over all ranks. summand(a rank, its K and V) is
+        what this rank's queries give to that rank's dK and dV
     """
 
     def attend(self, q, k, v, documents=None):
@@ -282,15 +279,14 @@ class Blockwise(ContextParallel):
         with torch.autocast(q.device.type, enabled=False):  # it would make bf16 of fp32 scores
             return BlockwiseAttention.apply(q, torch.stack([k, v]), documents, self)
 
-    def seen_of(self, source, tokens, documents):
-        """`seen`, of this rank's queries and another's keys -> first, count, causal, is_same."""
-        first, count, causal = seen(self.chunks(self.cp_rank), self.chunks(source), tokens)
+    def is_same(self, documents, source, queries, keys):
+        """-> attend_block's is_same, for these of this rank's queries, and of another's keys."""
         if documents is None:
-            return first, count, causal, None
+            return None
         T = documents.shape[1]
-        queries = documents[:, self.positions(T, documents.device)[first:]]
-        keys = documents[:, self.positions(T, documents.device, source)[:count]]
-        return first, count, causal, queries.unsqueeze(2) == keys.unsqueeze(1)
+        mine = documents[:, self.positions(T, documents.device)[queries]]
+        theirs = documents[:, self.positions(T, documents.device, source)[keys]]
+        return mine.unsqueeze(2) == theirs.unsqueeze(1)
 
 
 class BlockwiseAttention(torch.autograd.Function):
@@ -302,12 +298,11 @@ class BlockwiseAttention(torch.autograd.Function):
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full(q.shape[:3], -math.inf)
         for source, kv in ranks.bring(own_kv):
-            first, count, causal, is_same = ranks.seen_of(source, q.shape[2], documents)
-            if count == 0:
-                continue
-            k, v = kv[..., :count, :]
-            block = attend_block(q[:, :, first:], k, v, causal, is_same)
-            merge(out[:, :, first:], lse[:, :, first:], *block)
+            for queries, keys, causal in ranks.pairs(source, q.shape[2]):
+                is_same = ranks.is_same(documents, source, queries, keys)
+                k, v = kv[..., keys, :]
+                block = attend_block(q[:, :, queries], k, v, causal, is_same)
+                merge(out[:, :, queries], lse[:, :, queries], *block)
         out = out.to(q.dtype)
         ctx.ranks = ranks
         ctx.save_for_backward(q, out, lse, own_kv, documents)
@@ -318,19 +313,22 @@ class BlockwiseAttention(torch.autograd.Function):
     def backward(ctx, dout):
         q, out, lse, own_kv, documents = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=lse.dtype)  # fp32 or better
-        own_dkv = torch.zeros_like(own_kv, dtype=lse.dtype)
-        with torch.autocast(q.device.type, enabled=False):  # as in forward
-            for source, kv, dkv in ctx.ranks.bring_back(own_kv, own_dkv):
-                first, count, causal, is_same = ctx.ranks.seen_of(source, q.shape[2], documents)
-                if count == 0:
-                    continue
-                of_queries = [x[:, :, first:] for x in (dout, q, out, lse)]
-                k, v = kv[..., :count, :]
+
+        def summand(source, kv):
+            dkv = torch.zeros_like(kv, dtype=lse.dtype)
+            for queries, keys, causal in ctx.ranks.pairs(source, q.shape[2]):
+                is_same = ctx.ranks.is_same(documents, source, queries, keys)
+                of_queries = [x[:, :, queries] for x in (dout, q, out, lse)]
+                k, v = kv[..., keys, :]
                 block_dq, block_dk, block_dv = attend_block_backward(
                     *of_queries, k, v, causal, is_same)
-                dq[:, :, first:] += block_dq
-                dkv[0, :, :, :count] += block_dk
-                dkv[1, :, :, :count] += block_dv
+                dq[:, :, queries] += block_dq
+                dkv[0, :, :, keys] += block_dk
+                dkv[1, :, :, keys] += block_dv
+            return dkv
+
+        with torch.autocast(q.device.type, enabled=False):  # as in forward
+            own_dkv = ctx.ranks.bring_back(own_kv, summand)
         return dq.to(dout.dtype), own_dkv.to(dout.dtype), None, None
 
 
@@ -345,11 +343,14 @@ class AllGather(Blockwise):
         all_gather(all_kv.view(-1), own_kv.view(-1), group=self.group, async_op=True).wait()
         return enumerate(all_kv)
 
-    def bring_back(self, own_kv, own_dkv):
-        all_dkv = own_dkv.new_zeros(self.cp, *own_dkv.shape)
+    def bring_back(self, own_kv, summand):
+        wide = torch.promote_types(own_kv.dtype, torch.float32)
+        all_dkv = own_kv.new_empty(self.cp, *own_kv.shape, dtype=wide)
         for source, kv in self.bring(own_kv):
-            yield source, kv, all_dkv[source]
+            all_dkv[source] = summand(source, kv)
+        own_dkv = torch.empty_like(all_dkv[0])
         reduce_scatter(own_dkv.view(-1), all_dkv.view(-1), group=self.group)  # partial -> sharded
+        return own_dkv
 
 
 def pass_on(tensor, group):
@@ -392,19 +393,19 @@ class Ring(Blockwise):
             kv = wait()
         yield (self.cp_rank + 1) % self.cp, kv  # the last one is passed on to nobody
 
-    def bring_back(self, own_kv, own_dkv):
+    def bring_back(self, own_kv, summand):
         wait = None  # for a sum that comes here, while this rank's summand is made
         for source, kv in self.bring(own_kv):
+            dkv = summand(source, kv)
             if source == self.cp_rank:  # hop 0
-                yield source, kv, own_dkv
+                own_dkv = dkv
                 continue
-            dkv = torch.zeros_like(own_dkv)  # sent even if 0: the next rank waits
-            yield source, kv, dkv
             if wait:
                 dkv += wait()  # of the ranks that had these K and V before
-            wait = pass_on(dkv, self.group)  # to the rank that has them at the next hop
+            wait = pass_on(dkv, self.group)  # to the rank that has them at the next hop; also a 0
         if wait:
             own_dkv += wait()  # partial -> sharded
+        return own_dkv
 
 
 class Zigzag(Ring):

@@ -16,7 +16,7 @@ from common import FORMS, GPTConfig, adamw, attend, build
 from conftest import (
     ROOT, alone, check_bug_shows, check_each, check_equal, check_refused, copied, dry_run_agrees,
     idea, rewritten, run_ranks, textbook, with_transformers)
-from context_parallel import KINDS, AllGather, Ulysses, Zigzag, seen
+from context_parallel import KINDS, AllGather, Ulysses, Zigzag
 from others import Llama, compare, gradients_of, loss_sum, micro_batches, trained
 
 LLAMA = ("--model", "llama-toy")
@@ -255,13 +255,18 @@ def test_picture(attn):
     ring = KINDS[attn].__new__(KINDS[attn])  # without a process group
     ring.cp = 4
     for rank in range(4):
+        ring.cp_rank = rank
         line = f"rank {rank}   "
         total = 0
         for hop in range(4):
-            theirs = ring.chunks((rank - hop) % 4)
-            first, count, causal = seen(ring.chunks(rank), theirs, 2)
-            work = 1 if causal else (2 - first) * count // 2  # of 2: all pairs of query and key
-            mark = "*" if causal else "./ "[work].strip()
+            source = (rank - hop) % 4
+            theirs = ring.chunks(source)
+            halves = 0  # of 8: all pairs of query and key
+            for queries, keys, causal in ring.pairs(source, 2):
+                pairs = len(range(2)[queries]) * len(range(2)[keys])
+                halves += pairs if causal else 2 * pairs
+            work = halves // 4
+            mark = "*" if hop == 0 else "./ "[work].strip()
             line += f"{','.join(map(str, theirs)) + mark:>7}"
             total += work
         assert f"{line}{total:6}" in context_parallel.__doc__
@@ -284,9 +289,10 @@ IN_A_COPY = [
     ("Zigzag", "dP - (dout * out).sum(-1, keepdim=True)", "dP"),
     ("Zigzag", "torch.sigmoid(block_lse - lse)", "torch.full_like(block_lse, 0.5)"),
     ("Zigzag", "lse.copy_(torch.logaddexp(lse, block_lse))", "pass"),
-    ("Zigzag", "chunk < theirs[0]", "False"),
-    ("Zigzag", "chunk <= mine[-1]", "True"),
-    ("Ring", "dkv[1, :, :, :count] += block_dv", "pass"),
+    ("Zigzag", "if theirs <= mine:", "if True:"),
+    ("Zigzag", "queries, keys, theirs == mine", "queries, keys, i == j"),
+    ("Zigzag", "queries, keys, theirs == mine", "queries, keys, False"),
+    ("Ring", "dkv[1, :, :, keys] += block_dv", "pass"),
     ("Ring", "own_dkv += wait()", "wait()"),
     ("AllGather", "reduce_scatter(own_dkv.view(-1), all_dkv.view(-1), group=self.group)",
      "own_dkv = all_dkv[self.cp_rank]"),
