@@ -429,7 +429,7 @@ class FusedLossScaler(LossScaler):
     """
 
     def step(self, optimizer, norm):
-        assert optimizer.defaults.get("fused"), "take fused=True: other optimizers skip no step"
+        assert optimizer.defaults.get("fused"), "take AdamW, with fused=True: it skips steps"
         overflow = norm.isfinite().logical_not()
         optimizer.found_inf = overflow.float()
         optimizer.step()

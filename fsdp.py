@@ -353,11 +353,16 @@ class FSDP(nn.Module):
         self.summing = None  # the unit whose sum is under way
         self.summed = set()  # units whose sums this backward has begun
         self.in_backward = False
-        module.register_forward_pre_hook(self.begin)
-        module.register_forward_hook(self.end)
+        self.add_hooks(sharded, rest)
+
+    def add_hooks(self, sharded, rest):
+        self.module.register_forward_pre_hook(self.begin)
+        self.module.register_forward_hook(self.end)
         for i, block in enumerate(sharded):
             block.register_forward_pre_hook(partial(self.enter, i))
             block.register_forward_hook(partial(self.leave, i))
+        for p in rest:  # for outputs in which watch() finds no tensor, such as a dataclass
+            p.register_post_accumulate_grad_hook(self.begin_backward)
 
     def gather_root(self):
         for unit in self.root_units:

@@ -516,7 +516,7 @@ def assert_carves(model, chain, x):
 
 
 def carve(model, chain, layers):
-    """-> all stages: copies of the model that share its layers. layers: how many each gets.
+    """-> all stages: copies of the model that share its modules. layers: how many each gets.
 
         chain = Chain(first=["embed"], layers="layers", last=["norm", "head"])
         assert_carves(model, chain, torch.randn(2, T, C))
@@ -529,23 +529,37 @@ def carve(model, chain, layers):
     home = {f"{chain.layers}.{i}": number for i, number in enumerate(numbers)}  # {name: its stage}
     home.update(dict.fromkeys(chain.first, 0))
     home.update(dict.fromkeys(chain.last, len(layers) - 1))
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name in home:
-        assert name in modules or name in chain.absent, f"{name} is no module: all stages run it"
-    # a stage shares these modules, and all tensors; the rest is its own
-    shared = [*map(modules.get, home), *model.parameters(), *model.buffers()]
     stages = []
     for number in range(len(layers)):
-        stage = copy.deepcopy(model, {id(each): each for each in shared})
+        stage = shallow(model)
         for name in home:
             if home[name] != number:
-                owner, _, attribute = name.rpartition(".")
-                modules_there = stage.get_submodule(owner)._modules
-                old = modules_there.get(attribute)
-                modules_there[attribute] = None if name in chain.absent else HandsOn(old)
+                exchange(stage, name, name in chain.absent)
         stage.forward = partial(chain.call, stage.forward)
         stages.append(stage)
     return stages
+
+
+def shallow(module):
+    """-> a copy of the module that shares its submodules and parameters."""
+    assert "forward" not in vars(module), "its forward would see all layers: replace it after carve"
+    twin = copy.copy(module)
+    # copy.copy shares the dicts of submodules, of hooks, .. as well: the twin gets its own
+    dicts = {key: value.copy() for key, value in vars(module).items() if isinstance(value, dict)}
+    vars(twin).update(dicts)
+    return twin
+
+
+def exchange(module, name, absent):
+    """Puts a HandsOn, or None, in the place of module.name, and leaves what shares submodules as it
+    is."""
+    *path, last = name.split(".")
+    for step in path:
+        module._modules[step] = shallow(module._modules[step])
+        module = module._modules[step]
+    is_module = last in module._modules or getattr(module, last, 0) is None
+    assert is_module, f"{name} is no module: every stage would run it"
+    module._modules[last] = None if absent else HandsOn(module._modules.get(last))
 
 
 def full_state_dict(stages, group=None):
@@ -1107,11 +1121,11 @@ def refuse_shared_gpus(run, pp):
 def main():
     from harness.flags import arguments, require  # not above: the file is imported without harness/
     from harness.run import Run
-    from harness.timeline import numbers, planned, read_layers, read_plans, simulation
+    from harness.timeline import planned, read_layers, read_plans, read_times, simulation
 
     args = arguments(__doc__, FLAGS)
     refuse(args, require)
-    times = numbers("--times", args.times, 4)
+    times = read_times(args.times)
     plans = read_plans(args, args.pp or args.world_size, times, make_plans, late_ws)
     if args.simulate:
         return simulation(args, plans, times)

@@ -105,7 +105,8 @@ def variable(flag):
 def parse(doc, flags, words=None):
     """Flags as FLAGS has them, or arguments without a name -> argparse's result, in bounds."""
     wide = partial(argparse.HelpFormatter, max_help_position=30, width=100)
-    words_of = [name for name in flags if name[0] != "-"]
+    words_of = [f"[{name}]" if flag.get("nargs") == "?" else name
+                for name, flag in flags.items() if name[0] != "-"]
     parser = argparse.ArgumentParser(
         description=doc.split("\n")[0], usage=" ".join(["%(prog)s", *words_of, "[flags]"]),
         allow_abbrev=False, formatter_class=wide)

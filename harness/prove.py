@@ -57,7 +57,7 @@ def prove(plain, parallel, tolerance=None):
     dtype = torch.get_default_dtype()
     try:
         ours, trouble = all_steps(parallel(), ranks)
-    except dist.DistStoreError:  # the others are not there to agree on it
+    except TimeoutError:  # the others are not there to agree on it
         print(f"prove: rank {ranks.rank} makes no more steps, others go on\nprove: NOT EQUAL",
               flush=True)
         return False
@@ -90,7 +90,7 @@ def prove(plain, parallel, tolerance=None):
 def all_steps(training, ranks):
     """Runs a generator to its end on every rank -> snapshots of its steps, what is wrong.
 
-    Raises DistStoreError on a rank that has ended, if others seem to wait for it in a collective.
+    Raises TimeoutError on a rank that has ended, if others seem to wait for it in a collective.
     """
     steps = []
     patience = 20.0  # seconds
@@ -299,13 +299,16 @@ class Ranks:
 
     def exchange(self, thing, patience=86400.0):
         """What each rank has, of what JSON can say -> the list of all ranks' things. Raises
-        DistStoreError if the others are not there after so many seconds."""
+        TimeoutError if the others are not there after so many seconds."""
         if self.size == 1:
             return [thing]
         self.said += 1
         self.store.set(f"{self.said} {self.rank}", json.dumps(thing))
         keys = [f"{self.said} {rank}" for rank in range(self.size)]
-        self.store.wait(keys, timedelta(seconds=patience))
+        try:
+            self.store.wait(keys, timedelta(seconds=patience))
+        except RuntimeError as error:  # each kind of store has its own
+            raise TimeoutError from error
         return [json.loads(self.store.get(key)) for key in keys]
 
     def from_first(self, snapshot):

@@ -219,7 +219,10 @@ class Run:
 
     def say(self, *words):
         if self.dry or self.rank == 0:
-            print(*words, flush=True)
+            try:
+                print(*words, flush=True)
+            except BrokenPipeError:  # nobody reads (`| head -1`): the run is worth more
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     # -- what is trained, and on what
 

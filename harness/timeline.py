@@ -165,6 +165,14 @@ def numbers(flag, text, count, kind=float):
     return found
 
 
+def read_times(text):
+    """--times -> F, B, W, COMM."""
+    times = numbers("--times", text, 4)
+    require(all(0 <= time <= 1e9 for time in times) and sum(times[:3]) >= 1e-9,
+            f"--times {text}: F,B,W,COMM are from 0 to 1e9, F + B + W 1e-9 or more")
+    return times
+
+
 def read_layers(args, stages, split_layers):
     """-> how many layers each stage has: --layers-per-stage, or as split_layers has it."""
     text = args.layers_per_stage

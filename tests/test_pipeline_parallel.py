@@ -296,7 +296,6 @@ def check_chain():
     """A chain's stages are the whole model, in pieces: its own forward, parameters by its names."""
     module = copied("pipeline_parallel")
     model = Llama(layers=3, tied=True)
-    model.forward = partial(model.forward)  # such as somebody's wrapper
     chain = module.Chain(first=["embed_tokens"], layers="layers", last=["norm", "lm_head"],
                          call=lambda forward, x: forward(x)["logits"])
     stages = module.carve(model, chain, [0, 1, 2])
@@ -313,8 +312,10 @@ def check_chain():
         module.assert_carves(model, chain._replace(last=["lm_head"]), torch.randn(2, 4, 12))
     assert module.HandsOn()(x).unsqueeze(0) == 0  # as GPT-2's positions are used
     model.layers[2].kind = "full"  # as a forward of transformers reads
+    model.config = object()
     stage, _ = module.carve(model, chain, [2, 1])
     assert stage.layers[2].kind == "full"
+    assert stage.config is model.config  # layers have the same
     assert module.HandsOn(torch.compile(model.layers[2])).kind == "full"
     whole = {name: t + 1 for name, t in model.state_dict().items()}
     for stage in stages:
@@ -322,6 +323,8 @@ def check_chain():
     compare(model.state_dict(), whole)
     with pytest.raises(AssertionError, match="embed is no module"):  # all stages would embed
         module.carve(model, chain._replace(first=["embed"]), [1, 2])
+    model.forward = partial(model.forward)
+    refuses("replace it after carve", module.carve, model, chain, [1, 2])
 
 
 def check_unused():

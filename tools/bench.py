@@ -159,7 +159,8 @@ def bench(words):
 
 
 def scale(words):
-    file = technique("".join(words[:1]))
+    require(words, "usage: ./run.sh scale FILE [flags]")
+    file = technique(words[0])
     counts = rank_counts()
     flags = ["--batch", max(8, counts[-1]), *words[1:], "--no-check"]
     print(f"{'ranks':>6}{'ms/step':>10}{'tok/s':>12}{'speed-up':>10}{'efficiency':>12}", flush=True)

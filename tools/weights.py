@@ -49,10 +49,13 @@ def safetensors():
 def read_weights(folder):
     """Hugging Face's folder -> {name: tensor} as it is there, in one file or in several parts."""
     state = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        state.update(safetensors().load_file(path))
-    if not state:
-        for path in sorted(folder.glob("pytorch_model*.bin")):
+    for name in ("model.safetensors", "model-*.safetensors"):
+        for path in folder.glob(name):
+            state.update(safetensors().load_file(path))
+    if state:
+        return state
+    for name in ("pytorch_model.bin", "pytorch_model-*.bin"):
+        for path in folder.glob(name):
             state.update(torch.load(path, map_location="cpu", weights_only=True))
     return state
 
