@@ -710,22 +710,9 @@ def turns(M, warmup, stages, together=1):
     return [forwards[i] if kind == "F" else backwards[i] for kind, i in plan]
 
 
-def late_ws(M, warmup, stages, lag):
-    """-> the idea's plan with a W for each B, which comes `lag` Bs later or at the plan's end."""
-    plan = []
-    left = deque()  # Ws
-    for action in turns(M, warmup, stages):
-        plan.append(action)
-        if action.kind == "B":
-            left.append(action._replace(kind="W"))
-            if len(left) > lag:
-                plan.append(left.popleft())
-    return [*plan, *left]
-
-
 def spell(words, M, r, p):
-    """-> the plan of rank r of p, if stages go down the ranks and up again, as a V: it has stage r
-    (capitals) and stage 2p - 1 - r (small letters). Words:
+    """-> the plan of rank r of p. It has stage r (capitals) and, if stages go down the ranks and up
+    again, as a V, stage 2p - 1 - r (small letters). Words:
 
     F, f     the next forward
     B, b     the next backward; it leaves a W
@@ -748,6 +735,11 @@ def spell(words, M, r, p):
         if word in ("B", "b"):
             left.append(action._replace(kind="W"))
     return [action for action in [*plan, *left] if action.microbatch < M]
+
+
+def late_ws(M, warmup, r, p, lag):
+    """-> rank r's plan: after `warmup` Fs an F and a B in turn; Ws, too, but `lag` Bs late."""
+    return spell("F " * warmup + "F B " * lag + "F B W " * M, M, r, p)
 
 
 def zb_v(r, p, M, v):
@@ -819,14 +811,14 @@ SCHEDULES = {
     # sooner, and Ws fill the end (Qi 2023, figure 3).
     #     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
     #     rank 1   ...F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
-    "zb-h1": lambda r, p, M, v: late_ws(M, p - 1 - r, [r], r),
+    "zb-h1": lambda r, p, M, v: late_ws(M, p - 1 - r, r, p, r),
     # Twice the warm-up, and Ws twice as late: nobody waits if F + B = 2W (Qi 2023, figure 3). But
     # rank r begins r F later than rank 0 and ends as much later, if B <= 2W, and all wait for the
     # last one in sum_and_clip: a step takes M (F + B + W) + (p-1) F. Qi 2023, section 4, does not
     # wait there, but takes back a step whose norm was too large.
     #     rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
     #     rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
-    "zb-h2": lambda r, p, M, v: late_ws(M, 2 * (p - 1 - r), [r], 2 * r),
+    "zb-h2": lambda r, p, M, v: late_ws(M, 2 * (p - 1 - r), r, p, 2 * r),
     "zb-v": zb_v,
     "dualpipe-v": dualpipe_v,
 }

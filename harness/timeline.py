@@ -198,8 +198,8 @@ def read_plans(args, ranks, times, make_plans, late_ws):
 def search(late_ws, ranks, M, limit, times, waiting=1.0):
     """-> plans for M micro-batches, the quickest of a family; not by Qi 2023's search, section 3.1.
 
-    late_ws(M, warmup, [rank], lag) -> a rank's plan: it begins with `warmup` more Fs than 1, and
-    its Ws come `lag` Bs late. limit: what a rank may keep, in micro-batches, counted as in
+    late_ws(M, warmup, rank, ranks, lag) -> a rank's plan: it begins with `warmup` more Fs than 1,
+    and its Ws come `lag` Bs late. limit: what a rank may keep, in micro-batches, counted as in
     in_flight(plan, waiting): with fused attention what W waits for is nearly all. times: see
     planned().
     """
@@ -208,7 +208,7 @@ def search(late_ws, ranks, M, limit, times, waiting=1.0):
     for slope, late in itertools.product((0.5, 1, 1.5, 2, 2.5, 3), [n / 2 for n in range(9)]):
         for most in range(limit - 1, -1, -1):
             warmups = [int(min(slope * (ranks - 1 - r), most)) for r in range(ranks)]
-            plans = [late_ws(M, warmup, [r], int(late * r)) for r, warmup in enumerate(warmups)]
+            plans = [late_ws(M, warmups[r], r, ranks, int(late * r)) for r in range(ranks)]
             if all(in_flight(plan, waiting) <= limit + 1e-9 for plan in plans):
                 found.append(plans)
                 break  # the longest warm-up that fits: a shorter one has more bubble
