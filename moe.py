@@ -251,12 +251,11 @@ class MoE(nn.Module):
     def forward(self, x):
         logits = self.score(x)
         chosen, gates, probs = self.route(logits, UNIT * self.bias_units.to(logits.dtype))
-        load = rows_of_each(chosen, probs.shape[-1])  # of this rank's tokens
-        order, leaving = self.rows_that_leave(chosen, load)
-        counts = exchange_counts(leaving, self.ep)
+        own_load = rows_of_each(chosen, probs.shape[-1])  # of this rank's tokens
+        load = own_load.clone()
         # partial -> replicated, while the experts are at work
         summing = dist.all_reduce(load, group=self.everyone, async_op=True)
-        y = self.mix(x, gates, order, counts)
+        y = self.mix(x, chosen, gates, own_load)
         summing.wait()
         loss = logits.new_zeros(())  # then AddLoss notes the load alone
         if self.alpha or self.beta:
@@ -271,17 +270,14 @@ class MoE(nn.Module):
             return F.linear(x.to(exact), self.router.weight.to(exact),
                             None if bias is None else bias.to(exact))
 
-    def rows_that_leave(self, chosen, load):
-        """-> numbers of rows, sorted by expert; how many go to each, (E,). Row n K + k is token n
-        on its way to its k-th expert."""
-        return chosen.flatten().argsort(stable=True), load
-
-    def mix(self, x, gates, order, counts):
-        """As the idea's. order: of rows_that_leave. counts: of exchange_counts."""
+    def mix(self, x, chosen, gates, leaving):
+        """As the idea's. leaving (E,): how many rows go to each expert."""
+        counts = exchange_counts(leaving, self.ep)
         to_ranks, from_ranks = read_counts(counts)  # [rank][expert]
         send = [sum(of_rank) for of_rank in to_ranks]
         receive = [sum(of_rank) for of_rank in from_ranks]
-        order = order[:sum(send)]  # all, but see MoEWithCapacity
+        # row n K + k is token n on its way to its k-th expert; with capacity the last ones stay
+        order = chosen.flatten().argsort(stable=True)[:sum(send)]
         rows = self.rows_of(x, order, gates.shape[-1])
         if self.shared is None:
             rows = AllToAll.apply(rows, send, receive, self.ep)  # tokens' ranks -> experts'
@@ -654,13 +650,13 @@ class MoEWithCapacity(MoE):
         super().__init__(*args, **options)
         self.capacity = capacity
 
-    def rows_that_leave(self, chosen, load):
-        experts = len(load)
+    def mix(self, x, chosen, gates, leaving):
+        experts = len(leaving)
         chosen = chosen.flatten(0, -2)
         kept = first_in_queue(chosen, experts, self.capacity)
         # dropped rows get the number E: sorted behind all others, cut off, their answers stay 0
         chosen = chosen.masked_fill(~kept, experts)
-        return super().rows_that_leave(chosen, rows_of_each(chosen, experts + 1)[:experts])
+        return super().mix(x, chosen, gates, rows_of_each(chosen, experts + 1)[:experts])
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
