@@ -336,7 +336,7 @@ def selective(forward, *inputs, **keywords):
         backward     down's wants g: gelu(h) runs again
 
     Kept are the results of matmuls, attention, additions, sums over ranks; backward makes the cheap
-    ones again from them: none of what they read may be changed in place since. forward does not run
+    ones again from them, so what is kept may not be changed in place later. forward does not run
     again. If it is compiled, torch runs it uncompiled here: WriteRecipes has to see its operations.
     """
     if not torch.is_grad_enabled():
@@ -401,7 +401,7 @@ def loss_in_chunks(loss_of, x, y, chunks):
     """-> the sum of loss_of(x, y), head and loss in one, over chunks of the tokens.
 
         model.head.forward = lambda x: x  # once: the model returns x
-        loss_of = lambda x, y: loss_sum(F.linear(x, model.head.weight), y)  # in fp32
+        loss_of = lambda x, y: loss_sum(F.linear(x, model.head.weight), y)
         loss = loss_in_chunks(loss_of, model(ids), y, 8)
     Only x is kept, (B, T, C); backward makes a chunk's logits again, one more matmul. With ZeRO3
     the next forward comes after this one's backward; with FSDP, too, if each has its own.
@@ -418,8 +418,8 @@ def loss_in_chunks(loss_of, x, y, chunks):
 # ---- mixed precision, without waiting
 
 # Autocast casts fp32 weights to 2 bytes in each forward. Weights in bf16 need no casts and have
-# gradients of half the bytes, but a step of less than 1/512 of a weight would be lost: so zero.py,
-# not this file, steps fp32 masters of them.
+# gradients of half the bytes, but a step of less than 1/512 of a weight would be lost: so zero.py
+# and fsdp.py, not this file, step fp32 masters of them.
 
 
 class FusedLossScaler(LossScaler):

@@ -23,7 +23,7 @@ P numbers are trained on N ranks in fp32, P_again of them in blocks other than t
     whole parameters, whole gradients       -             root and 2 blocks
       at the end of backward                -             root's gradients, twice
     activations                             whole batch   1/N
-    sent per backward                       -             4 (2 P + P_again) (N-1)/N
+    sent per forward and backward           -             4 (2 P + P_again) (N-1)/N
     gathers and sums, L blocks and the root -             2L all-gathers, L+1 reduce-scatters
       sent with --no-reshard                -             8 P (N-1)/N, all blocks stay gathered
 With dtype=torch.bfloat16, or a bf16 model, what is gathered has 2 bytes a number; shards, sums of
@@ -413,7 +413,7 @@ class FSDP(nn.Module):
     # -- backward: while a block computes, the next one is gathered, and the one before is summed
 
     def begin_backward(self, gradient):
-        """Backward has come to an output of the model or of a block."""
+        """Backward has come to an output of the model or a block, or made a root's gradient."""
         if not self.in_backward:
             self.in_backward = True
             # autograd calls end_backward when all of this backward is over
@@ -495,7 +495,7 @@ class FSDP(nn.Module):
         return {name: found.get(t, t).detach() for name, t in state.items()}
 
     def full_gradients(self):
-        """Of what is trained, a tied one once."""
+        """Of what is trained; a tied parameter's once."""
         found = {}  # {parameter: whole gradient}
         for unit in self.units:
             gradient = torch.zeros_like(unit.shard)
@@ -512,7 +512,7 @@ class FSDP(nn.Module):
         names = {t: name for name, t in reversed(self.module.state_dict(keep_vars=True).items())}
         for t, name in names.items():
             assert state[name].shape == shape_of.get(t, t.shape), f"{name}: {state[name].shape}"
-            if t.numel():  # not empty: what is frozen, buffers, a root that is whole just now
+            if t.numel():  # not empty: what is frozen, buffers, units that are whole just now
                 t.data.copy_(state[name])
             if t in part_of:
                 part = part_of[t]
