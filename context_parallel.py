@@ -117,7 +117,8 @@ def idea_step(model, optimizer, x, y, valid, clip):
     """x, y (B, T): whole sequences, the same on all ranks; valid: the number of their targets.
     -> this rank's part of the loss, the norm of the whole gradient.
 
-    The model calls `attend` for its attention, and positions(T) for where its tokens stand.
+    The model calls `attend` for its attention, and positions(T), of the whole sequence's T, for
+    where its tokens stand.
     """
     optimizer.zero_grad()
     own = positions(x.shape[1], x.device)
@@ -418,7 +419,7 @@ class Zigzag(Ring):
 
 
 def has_kernel(q, is_same):
-    # flash attention wants 16 bits, and D of 8, 16, .., 256
+    # flash attention of GPUs wants 16 bits, and D of 8, 16, .., 256
     on_gpu = q.is_cuda and q.dtype.itemsize == 2 and q.shape[-1] in range(8, 257, 8)
     return is_same is None and q.stride(-1) == 1 and (q.is_cpu or on_gpu)
 

@@ -139,8 +139,8 @@ class IdeaOfMoE(PlainMoE):
         token = order // chosen.shape[-1]  # of each row, now that they are sorted by expert
         rows = AllToAll.apply(tokens[token], send, receive, self.ep)  # tokens' ranks -> experts'
         answers = []
-        for from_rank, sizes in zip(rows.split(receive), from_ranks):
-            for expert, piece in zip(self.experts, from_rank.split(sizes)):
+        for arrived, sizes in zip(rows.split(receive), from_ranks):
+            for expert, piece in zip(self.experts, arrived.split(sizes)):
                 answers.append(expert(piece))
         answers = AllToAll.apply(torch.cat(answers), receive, send, self.ep)  # experts' -> tokens'
         gated = gates.flatten()[order, None] * answers
@@ -304,9 +304,9 @@ class MoE(nn.Module):
     def answer(self, rows, pieces, from_ranks):
         """Rows, sorted by source, in pieces: from rank 0 for each expert here, from rank 1
         likewise, .. -> their answers. pieces (ep, E/ep) and from_ranks: how large they are."""
-        # 0 0 1 1 1 ..: the number of each row's piece
+        # 0 0 0 1 2 2 3: the number of each row's piece, of rank 0 as drawn at the top
         piece = torch.repeat_interleave(pieces.flatten(), output_size=len(rows))
-        # the way from 0 0 0 1 | 0 0 1, by source, to 0 0 0 0 0 1 1, by expert, as drawn above
+        # the way from 0 0 0 1 | 0 0 1, by source, to 0 0 0 0 0 1 1, by expert
         regroup = (piece % pieces.shape[1]).argsort(stable=True)
         sizes = [sum(of_expert) for of_expert in zip(*from_ranks)]  # 5 2
         ends = pieces.sum(0).cumsum(0).int()  # 5 7, on the device
@@ -327,7 +327,7 @@ class StackedLinear(nn.Module):
     """An nn.Linear per expert, in stacks: weight (E/ep, out, in), bias (E/ep, out) or None: whoever
     decays by p.dim() >= 2 decays these biases, too."""
 
-    is_of_experts = True  # so that hybrid_3d.py knows, whose parts 1 and 2 do without this file
+    is_of_experts = True  # so that other files know, which do without this one
 
     def __init__(self, linears):
         super().__init__()

@@ -351,7 +351,7 @@ IDEAS_BUGS = [
      "gradient.new_zeros(sum(ctx.way_back[1]), gradient.shape[1])"),
     ("order = chosen.flatten().argsort()", "order = torch.arange(chosen.numel())"),
     ("token = order // chosen.shape[-1]", "token = order % len(tokens)"),
-    ("zip(self.experts, from", "zip(self.experts[::-1], from"),
+    ("zip(self.experts, arrived", "zip(self.experts[::-1], arrived"),
     ("gates.flatten()[order, None]", "gates.flatten()[:, None]"),
     (".index_add(0, token, gated)", ".index_copy(0, token, gated)"),
     ("(dist.group.WORLD, replicas)", "(None, None)"),
