@@ -159,6 +159,7 @@ def sum_gradients(parameters, group=None):
     behind backward, leave it out, and put all backwards but the last into its no_sync(). What no
     rank has used gets gradients of 0."""
     trained = [p for p in parameters if p.requires_grad]
+    assert not any(hasattr(p, "is_sharded") for p in trained), "FSDP has summed: leave this out"
     for p in trained:
         if p.grad is None:  # not used by this rank's rows; the others wait for its summand
             p.grad = torch.zeros_like(p)

@@ -252,6 +252,7 @@ class ContextParallel:
         -> (queries, keys, causal), for each pair that does: two slices of a rank's tokens, and is
         it one chunk, where query i sees keys 0 to i alone?
         """
+        assert tokens % self.chunks_each == 0, f"{tokens} tokens on a rank: take positions(T)"
         size = tokens // self.chunks_each
         for i, mine in enumerate(self.chunks(self.cp_rank)):
             for j, theirs in enumerate(self.chunks(source)):

@@ -214,7 +214,7 @@ def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {name: getattr(args, name) for name in (*COURSE, *args.course)}
     mine.update(args.cfg._asdict(), form=args.cfg.form.name)
-    mine["--eval-every"] = bool(args.eval_every)  # the corpus is shorter then
+    mine["held_out"] = bool(args.eval_every)  # the corpus is shorter then
     if args.decay != "none":
         mine["steps"] = args.steps  # the rate at every step depends on it
     return mine
@@ -240,7 +240,7 @@ def reason(error):
 
 @contextmanager
 def loading(flag, place):
-    """What is raised in here, by DCP or because a file is not what it should be, ends the run."""
+    """What DCP raises in here, on a rank alone, ends the run."""
     from harness.dcp import checkpoint
 
     try:
@@ -249,8 +249,6 @@ def loading(flag, place):
         [(error, _)] = fault.failures.values()
         require(False, f"{flag} {place}: a file of it is missing or damaged ({reason(error)}); "
                 "one before it may be whole")
-    except (OSError, ValueError, LookupError, RuntimeError) as error:
-        require(False, f"{flag} {place}: {reason(error)}")
 
 
 def newest(folder, flag):
@@ -261,10 +259,13 @@ def newest(folder, flag):
         steps = numbered(folder)
         require(steps, f"{flag} {folder}: no whole checkpoint there")
         place = place / str(steps[-1])
-    with loading(flag, place):
-        [text] = read_whole(place, lambda name: name == "notes").values()
+    try:
+        with loading(flag, place):
+            [text] = read_whole(place, lambda name: name == "notes").values()
         notes = json.loads(bytes(text.tolist()))
         return place, {name: notes[name] for name in ("steps", "identity", "extra")}
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
+        require(False, f"{flag} {place}: {reason(error)}")
 
 
 def begin(args):
@@ -295,9 +296,10 @@ def start_from(folder, flag, args):
     now = identity(args)
     names = [*SIZES, *(args.of_model if flag == "--init-from" else now)]
     for name in names:
+        word = "--eval-every" if name == "held_out" else name
         if name in found and name in now:
             require(found[name] == now[name],
-                    f"{flag} {place}: saved with {name} {found[name]}, not {now[name]}")
+                    f"{flag} {place}: saved with {word} {found[name]}, not {now[name]}")
     if flag == "--init-from":
         return Start(place, flag)
     steps = notes["steps"]

@@ -44,13 +44,15 @@ FLAGS = {
                         help="muon: of hidden matrices, AdamW of the rest"),
     "--lr": dict(type=float, default=1e-3, least=1e-12, most=1e3, help="learning rate"),
     "--warmup": dict(type=int, default=0, help="steps in which the rate climbs to --lr"),
-    "--decay": dict(default="none", choices=("none", "linear", "cosine"), help="falls to --min-lr"),
+    "--decay": dict(default="none", choices=("none", "linear", "cosine"), help="how it falls to "
+                    "--min-lr after that"),
     "--min-lr": dict(type=float, default=0.0, most=1e3, help="of --decay, a step after the last"),
     "--clip": dict(type=float, default=1.0, help="largest gradient norm, 0: no clipping"),
     "--seed": dict(type=int, default=0, help="of weights and batches"),
     "--data": dict(default="", metavar="PATH", help="text, folder, or token ids in FILE.bin, .u32 "
                    "(default: Python's own sources)"),
-    "--pad": dict(type=float, default=0.0, most=0.99, help="fraction of targets to ignore"),
+    "--pad": dict(type=float, default=0.0, most=0.99, help="fraction of targets to "
+                  "ignore, unevenly (above 0.25: less)"),
     "--train": dict(default="", metavar="REGEX", help="names of parameters; others are frozen"),
     "--eval-every": dict(type=int, default=0, help="steps between held-out losses"),
     # the run

@@ -183,6 +183,7 @@ class Run:
         if self.args.save:
             self.saver = checkpoint.Saver(self.args.save, self.args.save_async)
         self.log = None  # --log-file, on rank 0
+        self.failed = False  # could a file not be written?
         self.profile = {}  # milliseconds of communication in the last step, if --profile knows
         self.book = []  # rows of the textbook
         self.extra = {}  # a script's own keys of the report
@@ -408,7 +409,12 @@ class Run:
         figures["process_peak"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if self.on_gpu:  # in this step
             figures["allocator_peak"] = torch.cuda.max_memory_allocated()
-        self.log.write(json.dumps(figures) + "\n")
+        try:
+            self.log.write(json.dumps(figures) + "\n")
+        except OSError as error:
+            complain(f"--log-file {self.log.name}: {error.strerror}: the run goes on without it")
+            self.log = None
+            self.failed = True
 
     # -- held-out text
 
@@ -518,8 +524,8 @@ class Run:
             ranks = [json.loads(self.store.get(f"rank {r}")) for r in range(self.world_size)]
             check, plain_loss = self.check(plain or self.plain, judged_as or self.args.dtype)
             self.publish(ranks, check, plain_loss)
-            failed = check is not None and not check["passed"]
-            self.store.set("failed", str(int(failed)))
+            failed = self.failed or (check and not check["passed"])
+            self.store.set("failed", str(int(bool(failed))))
         self.store.wait(["failed"], timedelta(days=1))
         failed = int(self.store.get("failed"))
         dist.barrier()  # rank 0 may be the store: it leaves when all have read
@@ -596,4 +602,8 @@ class Run:
         result.update(self.extra)
         report.show(result)
         if self.args.json:
-            Path(self.args.json).write_text(json.dumps(result, indent=1))
+            try:
+                Path(self.args.json).write_text(json.dumps(result, indent=1))
+            except OSError as error:
+                complain(f"--json {self.args.json}: {error.strerror}")
+                self.failed = True

@@ -1,9 +1,10 @@
 """Bad command lines: exit code 2 on every rank, and one line on stderr that names the flag."""
+import os
 import re
 
 import pytest
 
-from conftest import check_refused, is_clear, run_ranks, run_tool
+from conftest import SMALL, check_refused, is_clear, run_ranks, run_script, run_tool
 from test_repo import TECHNIQUES
 from test_tools import run_sh
 
@@ -94,3 +95,22 @@ def test_torchrun_takes_every_flag():
             if flag != "--help":
                 args = parser.parse_args(["--standalone", f"{name}.py", flag, "1"])
                 assert args.training_script_args == [flag, "1"], flag
+
+
+def nobody_reads(module):
+    """`| head -1`, when head has ended"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, 1)
+
+
+def test_a_closed_pipe_ends_nothing():
+    assert len(run_script("ddp", 2, *SMALL, plant=nobody_reads)["loss"]) == 2
+
+
+def test_files_that_cannot_be_written():
+    """They end no run, and it ends with 1."""
+    flags = (*SMALL, "--no-check", "--json", "/dev/full", "--log-file", "/dev/full")
+    assert run_script("ddp", 1, *flags, code=1) == (
+        "ddp.py: error: --log-file /dev/full: No space left on device: the run goes on without it\n"
+        "ddp.py: error: --json /dev/full: No space left on device\n")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
+from amp_accum_ckpt import sum_gradients
 from common import adamw
 from conftest import (
     check_differs, check_each, check_equal, copied, dry_run_agrees, idea, run_ranks, textbook)
@@ -348,6 +349,7 @@ def check_thawed():
     x, _ = ROWS
     inner.layers[0].requires_grad_(True)
     refuses("thawed since", model, x)
+    refuses("FSDP has summed", sum_gradients, model.parameters())
 
 
 def test_parts():
