@@ -44,18 +44,20 @@ def test_equals_one_process(world, flags):
 # ---- attention alone -------------------------------------------------------------
 
 
-def check_compiled():
+def check_attention(T=12, compiled=True):
     """out, dq, dk, dv of each kind, against SDPA of the whole sequence."""
     rng = torch.Generator().manual_seed(0)
-    *qkv, dout = [torch.randn(2, H, 12, 5, generator=rng) for H in (4, 2, 2, 4)]
+    kv_heads = dist.get_world_size()
+    *qkv, dout = [torch.randn(2, H, T, 5, generator=rng) for H in (4, kv_heads, kv_heads, 4)]
     whole = [x.clone().requires_grad_() for x in qkv]
     out = attend(*whole)
     out.backward(dout)
     for kind in AllGather, Zigzag, Ulysses:  # Ring compiles as Zigzag
         ranks = kind()
-        own = ranks.positions(12)
+        own = ranks.positions(T)
         parts = [x[:, :, own].requires_grad_() for x in qkv]
-        result = torch.compile(ranks.attend, backend="aot_eager")(*parts)
+        ours = torch.compile(ranks.attend, backend="aot_eager") if compiled else ranks.attend
+        result = ours(*parts)
         result.backward(dout[:, :, own])
         found = [result, *(part.grad for part in parts)]
         for a, b in zip(found, [out, *(x.grad for x in whole)]):
@@ -98,9 +100,13 @@ def check_evaluated_first():
 
 
 @pytest.mark.parametrize("check", [
-    check_compiled, check_backward_under_autocast, check_used_on_one_rank, check_evaluated_first])
+    check_attention, check_backward_under_autocast, check_used_on_one_rank, check_evaluated_first])
 def test_on_two_ranks(check):
     run_ranks(check, 2)
+
+
+def test_chunks_longer_than_a_block_of_the_kernel():
+    run_ranks(check_attention, 4, 1024, False)
 
 
 @pytest.mark.parametrize("dtype, gap", [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
