@@ -117,8 +117,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
     """x, y (B, T): whole sequences, the same on all ranks; valid: the number of their targets.
     -> this rank's part of the loss, the norm of the whole gradient.
 
-    The model calls `attend` for its attention, and positions(T), of the whole sequence's T, for
-    where its tokens stand.
+    The model calls `attend` for its attention; its tokens stand at positions(T), T of the whole.
     """
     optimizer.zero_grad()
     own = positions(x.shape[1], x.device)
