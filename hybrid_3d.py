@@ -53,7 +53,7 @@ from pipeline_parallel import (
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, Cut, RowLinear, TensorParallel, assert_same,
     vocab_parallel_cross_entropy)
-from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, scale_to_norm, step_by_units, units_of
+from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, scale_to_norm, units_of
 from zero import load_full_state_dict as load_parts
 
 # part 1 alone
@@ -448,8 +448,12 @@ class Hybrid(nn.Module):
         scale_to_norm([part.grad for part in self.parts], norm, max_norm)
         return norm
 
-    def step(self, optimizer, at_once=False):
-        step_by_units(self.zeros, optimizer, at_once)
+    def step(self, optimizer):
+        for zero in self.zeros:
+            zero.begin_step()
+        optimizer.step()
+        for zero in self.zeros:
+            zero.end_step()
 
     # -- the whole: {name: tensor} on every rank. All must call it
 
@@ -1120,8 +1124,6 @@ def set_up_ours(run, plain, mesh, layers, ring):
         named, groups=model.parameter_groups, names=names,
         wholes=partial(wholes_of_units_of_cuts, model.zeros, model.tp, names))
     step = step_with_experts if args.experts else train_step
-    if args.optimizer == "muon":
-        model.step = partial(model.step, at_once=True)
     return run.side(
         model, optimizer, step,
         evaluate=partial(evaluate, model), pieces=partial(pieces, model, optimizer),

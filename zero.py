@@ -29,11 +29,11 @@ blocks, in the usual loop, also from a meta model.
     norm = zero.clip_grad_norm_(1.0)  # not nn.utils.clip_grad_norm_
     zero.step(optimizer)
 Not for: models cut by tensor_parallel.py, experts of moe.py (hybrid_3d.py combines them); Muon,
-LAMB, Adafactor (see harness/whole.py), optimizers that count a group's steps (see at_once);
-weights stepped between forward and backward; blocks of several dtypes, or that share weights;
-sparse embeddings; second derivatives; backwards that raise, or of two models; reentrant
-checkpointing; weights thawed later; GradScaler. Unused ones get gradients of 0. In stage 3 blocks
-return one tensor, ranks call them in one order, as often (also to generate); autocast keeps copies.
+LAMB, Adafactor (see harness/whole.py); weights stepped between forward and backward; blocks of
+several dtypes, or that share weights; sparse embeddings; second derivatives; backwards that raise,
+or of two models; reentrant checkpointing; weights thawed later; GradScaler. Unused weights get
+gradients of 0. In stage 3 blocks return one tensor, ranks call them in one order, as often (also to
+generate); autocast keeps copies.
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
 At work: ZeroRedundancyOptimizer (stage 1, sends 3), fully_shard (3, or sends as 2), see part 4.
@@ -117,7 +117,7 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
 #     a unit for each block        4 of 5 sums travel while backward makes the gradients of the next
-#                                  unit, 4 of 5 gathers while the next one is stepped (stages 1, 2)
+#                                  unit
 #     a part for each parameter    parameter groups, fp32 masters of bf16, offload, checkpoints
 #     reduce() apart from step()   micro-batches
 #     ZeRO2                        gradients are held as 1/n: 10.1 MB held -> 8.4
@@ -357,8 +357,7 @@ class ZeRO1:
         assert self.now != "adding", (
             "gradients are not summed: call reduce() after backward, the last with sync = True")
 
-    # -- a step: a unit's parameters are gathered while those of the next one are stepped. ZeRO3
-    # gathers them in the next forward
+    # -- a step
 
     def parameter_groups(self, groups=None):
         """groups: what an optimizer takes, parameters or dicts -> dicts with our masters."""
@@ -375,9 +374,24 @@ class ZeRO1:
         scale_to_norm(grads, norm, max_norm)
         return norm
 
-    def step(self, optimizer, at_once=False):
-        """See step_by_units."""
-        step_by_units([self], optimizer, at_once)
+    def step(self, optimizer):
+        self.begin_step()
+        optimizer.step()
+        self.end_step()
+
+    def begin_step(self):
+        self.assert_summed()
+        self.now = "stepping"
+        for unit in self.units:
+            unit.lend_gradients()
+
+    def end_step(self):
+        for unit in self.units:
+            unit.take_masters()
+            self.renew(unit)
+        for unit in self.units:
+            unit.wait()
+        self.now = "stepped"
 
     def renew(self, unit):
         """Begins to fetch the other ranks' new chunks: what full has of them is old."""
@@ -406,29 +420,6 @@ def scale_to_norm(grads, norm, max_norm):
     if max_norm and grads:
         finite = norm.nan_to_num(0, posinf=0)  # inf or nan counts as 0: nothing is scaled
         torch._foreach_mul_(grads, (max_norm / (finite + 1e-6)).clamp(max=1))
-
-
-def step_by_units(zeros, optimizer, at_once=False):
-    """Calls optimizer.step() for one unit after another. zeros: a list, of one or a Hybrid's.
-    at_once: one call for all units, for an optimizer that counts a group's steps, or reads several
-    parameters.
-    """
-    for zero in zeros:
-        zero.assert_summed()
-        zero.now = "stepping"  # all: of two optimizers one may have masters of the others alone
-    pairs = [(zero, unit) for zero in zeros for unit in zero.units]
-    turns = [pairs] if at_once or not pairs else [[pair] for pair in pairs]  # one call at least
-    for turn in turns:
-        for _, unit in turn:
-            unit.lend_gradients()
-        optimizer.step()
-        for zero, unit in turn:
-            unit.take_masters()
-            zero.renew(unit)
-    for _, unit in pairs:
-        unit.wait()
-    for zero in zeros:
-        zero.now = "stepped"
 
 
 class ZeRO2(ZeRO1):
@@ -631,8 +622,6 @@ def refuse_step(optimizer, *_):
     assert None not in zeros, "make the optimizer of the parameter_groups() of ZeRO, or Hybrid"
     is_called_by_zero = any(zero.now == "stepping" for zero in zeros)
     assert is_called_by_zero or not zeros, "call zero.step(optimizer), not optimizer.step()"
-    others = any(not hasattr(p, "stepped_by") for p in params)
-    assert not (zeros and others), "others would step once for each unit: in their own optimizer"
 
 
 register_optimizer_step_pre_hook(refuse_step)
@@ -768,8 +757,6 @@ def set_up(run, impl, mesh):
     named = list(model.named_parameters())
     optimizer = run.optimizer(named, groups=zero.parameter_groups,
                               wholes=partial(wholes_of_units, zero.units, zero.group))
-    if args.optimizer == "muon":
-        zero.step = partial(zero.step, at_once=True)
     step = partial(train_step, model, accum=args.accum)
     return run.side(zero, optimizer, step, evaluate=evaluate,
                     held=partial(held, model, zero, optimizer),
