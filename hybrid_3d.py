@@ -204,7 +204,7 @@ def run_microbatches(model, x, y, valid):
 # Words of the other files:
 #     tp.cuts       {parameter: how cut_model has cut it}
 #     tp.inside     whole parameters of which each rank makes a summand: norms of q and k
-#     twins         in tp.cuts: the ranks of tp that share k and v of few heads
+#     tp.twins      the ranks of tp that share k and v of few heads
 #     unit          parameters whose gradients travel together, in chunks of ranks (zero.py)
 #     B, W          backward for a stage's input, and for its weights (pipeline_parallel.py)
 #     part          what this rank has of a parameter in its chunk of a unit
@@ -289,7 +289,7 @@ def kind_of(p, owner, tp):
             "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
         return "expert"
     if p in tp.cuts:
-        return "shared" if tp.cuts[p].twins else "cut"
+        return "shared" if tp.cuts[p].copies > 1 else "cut"
     return "inside" if p in tp.inside else "whole"
 
 
@@ -390,7 +390,7 @@ class Hybrid(nn.Module):
             if row.kind == "expert":
                 self.ep.cuts[p] = Cut(0, len(p) * self.ep.size)
             if "twins" in row.fate:
-                self.group["twins"] = self.tp.cuts[p].twins  # of all such p it is one group
+                [self.group["twins"]] = self.tp.twins.values()
 
     def forget(self, elsewhere):
         for p in elsewhere:
@@ -553,9 +553,7 @@ def sum_gradients(model):
     """Sums this rank's parts over the other axes: over copies the pipeline has summed all but what
     is tied, to which backwards of two stages have only added."""
     for zero in model.tied:
-        zero.sync = True
         zero.reduce()  # partial -> sharded
-        zero.sync = False
     of_parts = [(model.table[part.parameter].fate, part.grad) for part in model.parts]
     for axis in ("tp", "twins", "ends"):  # few models have twins
         gradients = [gradient for fate, gradient in of_parts if fate.get(axis) == "sum"]
@@ -660,7 +658,7 @@ def zeros_of_tied(table, group, level, reduce_dtype):
     if not tied:
         return []
     zero = LADDER[min(level, 1)]([(tied, [])], group["data"], reduce_dtype=reduce_dtype)
-    zero.sync = False  # it is summed over ends, too, so once in a step
+    zero.sync = False  # backwards only add to it: it is summed once a step, in sum_gradients
     return [zero]
 
 

@@ -205,11 +205,12 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
 # What it adds to the idea, and what that buys. Figures are of the toy's step on two ranks.
 #     columns(x, q, k, v): one f         30 calls -> 22, 13.6 MB sent -> 9.5
 #     dx before weights' gradients       its sum travels while they are computed
+#     a loss with one buffer (N, V/tp)   of 16,384 words: a peak of 207 MB -> 107
+#     a plan                             models of other names
 #     --sp                               x outside is cut, too: 22.7 MB of activations -> 17.9, but
 #                                        22 calls -> 51, 9.5 MB sent -> 11.9
-#     a loss with one buffer (N, V/tp)   of 16,384 words: a peak of 207 MB -> 107
-#     pieces of any size                 tp need not divide the vocabulary and the hidden width
-#     a plan, whole tensors              models of other names, any checkpoint, back to one process
+#     pieces of any size, whole tensors  tp need not divide the vocabulary and the hidden width; any
+#                                        checkpoint, and back to one process
 #     key_values, at the end             more ranks than heads of keys and values
 
 # renamed in torch 2.13
@@ -219,30 +220,22 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 # ---- who shares a model, and how x goes inside and out
 
-# x outside is    f forward   f backward                        g forward       g backward
-# whole           -           all-reduce dx                     all-reduce      -
-# cut along T     all-gather  all-gather x, reduce-scatter dx   reduce-scatter  all-gather
-#
-# The first is TensorParallel, the second SequenceParallel (--sp): `gather` for what goes inside,
-# `reduce` for summands on their way out. (f's backward gathers x again, which is not kept.)
-
-
 # Of a parameter that is cut:
 # dim         along which
 # plain_size  of the plain parameter along dim
-# twins       the group of ranks that have this rank's piece, too; None, but see key_values
-# copies      how many ranks that are: one without twins
-Cut = namedtuple("Cut", "dim plain_size twins copies", defaults=(None, 1))
+# copies      so many ranks in a row have the same piece: one, but see key_values
+Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
 
 
 class TensorParallel:
     """The ranks that share a model, how x goes inside and out, and a record of what they have cut.
 
-    Outside, x is whole on every rank (Shoeybi 2019, fig. 3). In shapes, tp means tp.size. gather
-    and reduce begin a collective: each returns wait, a function that returns the result.
+    Outside, x is whole on every rank (Shoeybi 2019, fig. 3). In shapes, tp means tp.size. gather,
+    for what goes inside, and reduce, for summands on their way out, begin a collective: each
+    returns wait, a function that returns the result. SequenceParallel has others.
     """
 
-    cuts_x = False  # is x outside cut along T?
+    cuts_x = False  # is x outside cut along T? In SequenceParallel it is
 
     def __init__(self, group=None):
         self.group = group or dist.group.WORLD
@@ -250,6 +243,7 @@ class TensorParallel:
         self.rank = self.group.rank()
         self.cuts = {}  # {parameter: Cut}; others are whole
         self.inside = set()  # whole parameters that are used inside, see inside()
+        self.twins = {}  # {copies: the group of this rank and those with its piece}: key_values'
 
     def gather(self, x):
         """From outside to inside: here every rank has all of x already."""
@@ -267,54 +261,15 @@ class TensorParallel:
 
         return wait
 
-    def cut(self, p, dim, twins=None):
+    def cut(self, p, dim, copies=1):
         """This rank keeps its piece of p. p is the same object, and keeps its names and ties."""
         if p is not None and p not in self.cuts:  # a tied one is cut already
-            self.cuts[p] = Cut(dim, p.shape[dim], twins, twins.size() if twins else 1)
+            self.cuts[p] = Cut(dim, p.shape[dim], copies)
             p.data = shard(p.data, self.cuts[p], self)
 
     def holders(self, p):
         """-> how many ranks hold the same piece of p: all, if it is whole. For norms."""
         return self.cuts[p].copies if p in self.cuts else self.size
-
-
-class SequenceParallel(TensorParallel):
-    """Outside, x is cut along T, dim -2, which tp must divide (Korthikanti 2022, fig. 5).
-
-    So norms and row biases see 1/tp of the tokens, and make summands (group_of_sum). What is added
-    to x must be cut as x is: a table of learned positions becomes a VocabEmbedding, whose g cuts
-    along T. docs/your-model.md has what else a model may not do then.
-    """
-
-    cuts_x = True
-
-    def gather(self, x):
-        """Pieces (.., T/tp, C) -> (.., T, C)."""
-        x = x.contiguous()
-        pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
-        flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
-        work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
-
-        def wait():
-            work.wait()
-            return pieces.movedim(0, -3).flatten(-3, -2)
-
-        return wait
-
-    def reduce(self, y, keep=False):  # y is never written
-        """Summands (.., T, C) -> this rank's piece (.., T/tp, C) of their sum."""
-        T = y.shape[-2]
-        assert T % self.size == 0, f"T is {T}: SequenceParallel wants a multiple of {self.size}"
-        pieces = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # (tp, .., T/tp, C)
-        x = torch.empty_like(pieces[0])
-        flat = pieces.flatten(0, 1)
-        work = reduce_scatter(x, flat, group=self.group, async_op=True)  # partial -> sharded(T)
-
-        def wait():
-            work.wait()
-            return x
-
-        return wait
 
 
 class ToOutside(torch.autograd.Function):
@@ -553,7 +508,7 @@ def sum_over_ranks(tensors, group):
 def group_of_sum(p, tp):
     """-> the group whose ranks each make a summand of p's gradient, or None."""
     if p in tp.cuts:
-        return tp.cuts[p].twins
+        return tp.twins.get(tp.cuts[p].copies)  # None of 1 copy
     # what is whole has seen this rank's heads, or 1/tp of the tokens
     return tp.group if p in tp.inside or tp.cuts_x else None
 
@@ -584,6 +539,55 @@ def gradient_norm(model, tp):
         square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
     dist.all_reduce(square, group=tp.group)  # partial -> replicated
     return square.sqrt()
+
+
+# ---- --sp: x outside is cut along T
+
+# x outside is    f forward   f backward                        g forward       g backward
+# whole           -           all-reduce dx                     all-reduce      -
+# cut along T     all-gather  all-gather x, reduce-scatter dx   reduce-scatter  all-gather
+#
+# The first is TensorParallel, the second SequenceParallel. (f's backward gathers x again, which is
+# not kept.)
+
+
+class SequenceParallel(TensorParallel):
+    """Outside, x is cut along T, dim -2, which tp must divide (Korthikanti 2022, fig. 5).
+
+    So norms and row biases see 1/tp of the tokens, and make summands (group_of_sum). What is added
+    to x must be cut as x is: a table of learned positions becomes a VocabEmbedding, whose g cuts
+    along T. docs/your-model.md has what else a model may not do then.
+    """
+
+    cuts_x = True
+
+    def gather(self, x):
+        """Pieces (.., T/tp, C) -> (.., T, C)."""
+        x = x.contiguous()
+        pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
+        flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
+        work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
+
+        def wait():
+            work.wait()
+            return pieces.movedim(0, -3).flatten(-3, -2)
+
+        return wait
+
+    def reduce(self, y, keep=False):  # y is never written
+        """Summands (.., T, C) -> this rank's piece (.., T/tp, C) of their sum."""
+        T = y.shape[-2]
+        assert T % self.size == 0, f"T is {T}: SequenceParallel wants a multiple of {self.size}"
+        pieces = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # (tp, .., T/tp, C)
+        x = torch.empty_like(pieces[0])
+        flat = pieces.flatten(0, 1)
+        work = reduce_scatter(x, flat, group=self.group, async_op=True)  # partial -> sharded(T)
+
+        def wait():
+            work.wait()
+            return x
+
+        return wait
 
 
 # ---- pieces of any size, and whole tensors
@@ -718,18 +722,16 @@ def key_values(heads):
     With more ranks than heads, `copies` ranks in a row, twins, have the same head of k, but other
     heads of q: each makes a summand of k's gradient. All ranks of the world call cut_model then.
     """
-    twins_of = {}  # {tp: the group of this rank and its twins}, made at the first layer
-
     def kind(plain, tp):
         assert heads % tp.size == 0 or tp.size % heads == 0, (
             f"{tp.size} ranks for {heads} heads of keys and values")
-        copies = tp.size // heads
-        if copies > 1 and tp not in twins_of:
+        copies = max(1, tp.size // heads)
+        if copies > 1 and copies not in tp.twins:  # the first layer's
             first = tp.rank // copies * copies
             ranks = dist.get_process_group_ranks(tp.group)[first:first + copies]
-            twins_of[tp] = new_group(ranks)
+            tp.twins[copies] = new_group(ranks)
         for p in plain.parameters():
-            tp.cut(p, 0, twins_of.get(tp))
+            tp.cut(p, 0, copies)
         return ColumnLinear(plain, tp)  # which finds them cut
 
     return kind

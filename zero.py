@@ -240,10 +240,9 @@ class ZeRO1:
     reduce_dtype: of gradients that are kept, added up and sent (None: their parameter's).
         torch.float32 for bf16 parameters: a bf16 sum of many micro-batches is rounded at each
 
-    Call reduce() after every backward. In stage 1 a step of M micro-batches needs one sum, the
-    last: set sync = False before the others, and True before it. (If that turned out to be the last
-    which came before, set sync = True and call reduce() again.) Stages 2 and 3 leave it True: else
-    buffers would stay, with whole gradients.
+    Call reduce() after every backward. In stage 1 one sum is enough for the M micro-batches of a
+    step: set sync = False before all backwards but the last, and do not call reduce() after these.
+    Stages 2 and 3 leave sync True: else buffers would stay, with whole gradients.
 
     Ranks begin with the first one's trained parameters; what is frozen, and buffers, must agree.
     Weights that are loaded later go through load_full_state_dict, else masters would not know.
@@ -255,7 +254,7 @@ class ZeRO1:
         assert offload in self.offloads, f"offload {offload}: take one of {self.offloads}"
         self.group = group
         self.offload = offload
-        self.sync = True  # False: the next backward only adds to gradients, no sum over ranks
+        self.sync = True  # does the next backward begin sums? False: it only adds to gradients
         self.now = "zeroed"  # then "adding" gradients, "summed", "stepping", "stepped": for asserts
         self.units = []
         for parameters, sites in units:
@@ -340,22 +339,20 @@ class ZeRO1:
         unit.buffer[unit.mine.stop:].zero_()
 
     def reduce(self):
-        """To be called after each backward, on all ranks: sums what has not been summed yet, if
-        sync is True."""
-        if self.sync:
-            self.begin_reduce()
-            self.end_sum()
-            self.expect_gradients()
-            self.now = "summed"
+        """To be called after backward, on all ranks: sums what has not been summed yet."""
+        self.begin_reduce()
+        self.end_sum()
+        self.expect_gradients()
+        self.now = "summed"
 
     def begin_reduce(self):
-        """If sync is True: begins all sums that are left. The last one travels until reduce()."""
+        """Begins all sums that are left. The last one travels until reduce()."""
         while self.pending:
             self.sum_next()
 
     def assert_summed(self):
         assert self.now != "adding", (
-            "gradients are not summed: call reduce() after backward, the last with sync = True")
+            "gradients are not summed: call reduce() after backward")
 
     # -- a step
 
@@ -665,7 +662,8 @@ def train_step(model, zero, optimizer, x, y, valid, clip, accum=1):
         zero.sync = number == accum or isinstance(zero, ZeRO2)  # stages 2 and 3 keep sums alone
         loss = loss_sum(model(xs), ys) / valid
         loss.backward()
-        zero.reduce()  # partial -> sharded
+        if zero.sync:
+            zero.reduce()  # partial -> sharded
         total = total + loss.detach()
     norm = zero.clip_grad_norm_(clip)
     zero.step(optimizer)
