@@ -405,7 +405,8 @@ class FSDP(nn.Module):
     @eager
     def leave(self, i, block, inputs, output):
         """Block i has computed. The last one stays, since its backward is next."""
-        watch(output, partial(self.backward_reaches, i))
+        can_see = watch(output, partial(self.backward_reaches, i))
+        assert can_see, f"blocks return tensors, or tuples or dicts of them, not {type(output)}"
         is_last = i + 1 == len(self.block_units)
         if self.reshard and not self.in_backward and not is_last:
             self.block_units[i].free()
@@ -537,10 +538,13 @@ def trained(module):
 
 
 def watch(output, reached):
-    """Calls `reached` when backward comes to one of the tensors that a module has returned."""
-    for t in tree_leaves(output):
-        if isinstance(t, torch.Tensor) and t.requires_grad:
+    """Calls `reached` when backward comes to one of the tensors that a module has returned -> were
+    there any?"""
+    tensors = [t for t in tree_leaves(output) if torch.is_tensor(t)]
+    for t in tensors:
+        if t.requires_grad:
             t.register_hook(reached)
+    return bool(tensors)
 
 
 def from_meta(module, device, init):

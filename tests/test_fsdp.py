@@ -294,6 +294,9 @@ def check_opaque_output():
     x, y = mine(ROWS)
     loss_sum(model(x).logits, y).backward()
     compare(model.full_gradients(), gradients_of(plain))
+    opaque = llama()
+    opaque.layers[0].forward = lambda x: SimpleNamespace(x=x)  # backward could not be seen there
+    refuses("blocks return tensors", FSDP(opaque, opaque.layers), x)
     weight = inner.lm_head.weight
     for groups in [{"params": weight}], [{"params": [weight]}], iter([weight]):
         [group] = model.parameter_groups(groups)
