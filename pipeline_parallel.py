@@ -10,7 +10,8 @@
     pipeline = SplitPipeline(stages.here, plans, mail)
     optimizer = AdamW(stages.parameters())
     loss = pipeline.step(x.chunk(4), loss_of)  # loss_of(output, m): micro-batch m's part of it
-    norm = stages.sum_and_clip(1.0)  # then optimizer.step() and zero_grad()
+    stages.reduce()  # what is tied
+    norm = stages.clip_grad_norm_(1.0)  # then optimizer.step() and zero_grad()
 
 p ranks, each with 1/p of the layers in v stages; M micro-batches a step, in the table 2p or more. A
 rank's times for a micro-batch: F forward, B gradients of inputs, W gradients of weights.
@@ -34,8 +35,7 @@ For a batch (b, T) a stage sends b T C numbers to each stage beside it on anothe
 Qi 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others are named at the schedules.
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
 without parameters; parameters replaced later; deepcopies of Stages; with Ws torch.compile of a
-stage, or torch's checkpoint: it runs a block again for each Linear, amp_accum_ckpt.py's full not.
-At work: torch.distributed.pipelining, part 4.
+stage, or torch's checkpoint (take amp_accum_ckpt.py's). At work: torch.distributed.pipelining.
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
 """
@@ -424,9 +424,8 @@ class Stages(nn.ModuleList):
         for name, p in super().named_parameters(*args, **options):
             yield self.names.get(p, name), p
 
-    def sum_and_clip(self, clip):
-        """What is left to do between backward and the optimizer's step -> the gradient norm.
-        clip: the largest norm; 0: no clipping"""
+    def reduce(self):
+        """After all backwards of a step: sums the gradients of what several ranks have."""
         works = []
         for p, group in self.shared.items():
             if p.requires_grad:
@@ -436,6 +435,9 @@ class Stages(nn.ModuleList):
                 works.append(dist.all_reduce(p.grad, group=group, async_op=True))
         for work in works:
             work.wait()
+
+    def clip_grad_norm_(self, max_norm):
+        """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
         like = next(self.parameters())
         wide = torch.promote_types(like.dtype, torch.float32)
         counted = [p for p in self.parameters()
@@ -445,9 +447,9 @@ class Stages(nn.ModuleList):
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
         dist.all_reduce(square)  # partial -> replicated
         norm = square.sqrt()
-        if clip:
+        if max_norm:
             finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: then nothing is scaled
-            nn.utils.clip_grads_with_norm_(self.parameters(), clip, finite)
+            nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, finite)
         return norm
 
 
@@ -483,13 +485,11 @@ class Chain(NamedTuple):
     """Where the layers of a model are, so that it can be cut between them. Names are of modules.
 
     The model's own forward runs in every stage, with its masks and angles. In the place of a module
-    that is on another stage it finds HandsOn. Outside of the modules named here, also behind the
-    last, it must leave x alone: every stage would do x * 0.5, or F.dropout, or add an nn.Parameter
-    of positions, or F.linear(x, tok.weight) (let the head be an nn.Linear with this weight); see
-    assert_carves. Later stages get x (B, T, C) in the place of ids, with SequenceParallel
-    (B, T/tp, C): so no B, T = x.shape; let forward make angles for the longest sequence, and
-    attention take angles[:q.shape[-2]]. They get nothing else, such as a mask. Layers may get more
-    than x, of what forward makes, but return x alone, no tuple.
+    that is on another stage it finds HandsOn, which hands on x. So outside of the modules named
+    here it must leave x alone: every stage would do x * 0.5, or F.linear(x, tok.weight) (let the
+    head be an nn.Linear with this weight). assert_carves finds it. Later stages get x, (B, T, C),
+    in the place of ids, and nothing else, such as a mask. Layers may get more, of what forward
+    makes, but return x alone, no tuple. docs/your-model.md has an example.
 
     first    of the first stage alone: the token embedding, positions, their dropout and norm
     layers   an nn.ModuleList
@@ -814,8 +814,8 @@ SCHEDULES = {
     "zb-h1": lambda r, p, M, v: late_ws(M, p - 1 - r, r, p, r),
     # Twice the warm-up, and Ws twice as late: nobody waits if F + B = 2W (Qi 2023, figure 3). But
     # rank r begins r F later than rank 0 and ends as much later, if B <= 2W, and all wait for the
-    # last one in sum_and_clip: a step takes M (F + B + W) + (p-1) F. Qi 2023, section 4, does not
-    # wait there, but takes back a step whose norm was too large.
+    # last one's norm: a step takes M (F + B + W) + (p-1) F. Qi 2023, section 4, does not wait for
+    # it, but takes back a step whose norm was too large.
     #     rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
     #     rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
     "zb-h2": lambda r, p, M, v: late_ws(M, 2 * (p - 1 - r), r, p, 2 * r),
@@ -877,7 +877,8 @@ def train_step(pipeline, stages, optimizer, x, y, valid, clip):
     """x, y: the whole batch, (batch, T). -> this rank's part of the loss, the gradient norm."""
     optimizer.zero_grad()
     loss = pipeline.step(*in_microbatches(pipeline, x, y, valid))
-    norm = stages.sum_and_clip(clip)
+    stages.reduce()  # partial -> replicated
+    norm = stages.clip_grad_norm_(clip)
     optimizer.step()
     return loss, norm
 
@@ -912,7 +913,7 @@ class PipeDream(Pipeline):
 
     On rank r, F and B of micro-batch m use the weights after max(0, m - (p-1-r)) steps. No rank
     waits for another in a step: each clips by the norm of its own stages, and what ranks share
-    keeps its gradients until sum_and_clip. Harlap 2018, section 3, never drains the pipeline; here
+    keeps its gradients until reduce(). Harlap 2018, section 3, never drains the pipeline; here
     it is drained at the end of each batch.
     """
 
@@ -1012,7 +1013,8 @@ def train_step_at_work(schedule, valid_cell, stages, optimizer, x, y, valid, cli
     valid_cell.fill_(valid)
     losses = []
     schedule.step(x, target=y, losses=losses, return_outputs=False)
-    norm = stages.sum_and_clip(clip)
+    stages.reduce()  # partial -> replicated
+    norm = stages.clip_grad_norm_(clip)
     optimizer.step()
     return sum(losses, start=torch.zeros((), device=x.device)), norm
 

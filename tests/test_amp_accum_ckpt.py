@@ -2,6 +2,7 @@
 import copy
 import gc
 import itertools
+import math
 import re
 import weakref
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from conftest import (
     ROOT, SMALL, alone, check_bug_shows, check_differs, check_each, check_equal, check_refused,
     copied, dry_run_agrees, idea, rewritten, run_ranks, run_script, textbook)
 from harness.ledger import Ledger
-from others import Layer, OfTensors, llama_loss, token_rows
+from others import Layer, OfTensors, compare, llama_loss, refuses, token_rows
 from tensor_parallel import TensorParallel, ToOutside
 
 LLAMA = ("--model", "llama-toy")
@@ -482,16 +483,35 @@ def scaler_of_the_idea(old="", new=""):
     return scaler
 
 
-def check_zero():
-    """zero.step(optimizer) it is, not scaler.step(optimizer, norm), which would step nothing."""
-    sharded = zero.parallelize(build(CONFIGS["gpt2"], 0), None, 1)
-    optimizer = adamw(sharded.parameter_groups(), 0.1)
-    with pytest.raises(AssertionError, match="call zero.step"):
-        FusedLossScaler("cpu").step(optimizer, torch.tensor(1.0))
+def check_zero(stage):
+    """By itself scaler.step(optimizer, norm) would step nothing, and is refused. Between begin_step
+    and end_step it steps as without a scale, or leaves a step out."""
+    x, y = torch.arange(64).view(2, 4, 8)
+    plain, model = (build(CONFIGS["gpt2"], 0).double() for _ in range(2))
+    sharded = zero.parallelize(model, None, stage)
+    optimizers = adamw(plain.parameters(), 0.1), adamw(sharded.parameter_groups(), 0.1)
+    scaler = FusedLossScaler("cpu")
+    refuses("call zero.step", scaler.step, optimizers[1], torch.tensor(1.0))
+    for overflows in False, True, False:
+        sharded.zero_grad()
+        loss_sum(model(x), y).backward(scaler.scale * (math.inf if overflows else 1))
+        sharded.reduce()
+        for unit in sharded.units:
+            unit.grad /= scaler.scale
+        norm = sharded.clip_grad_norm_(1.0)
+        sharded.begin_step()
+        scaler.step(optimizers[1], norm)
+        sharded.end_step()
+        if not overflows:
+            optimizers[0].zero_grad()
+            loss_sum(plain(x), y).backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizers[0].step()
+        compare(zero.full_state_dict(model, sharded), dict(plain.state_dict()))
 
 
-def test_zero_refuses():
-    run_ranks(check_zero, 1)
+def test_zero():
+    run_ranks(check_each, 1, check_zero, [(1,), (2,), (3,)])
 
 
 def test_scale_comes_back():
