@@ -641,18 +641,14 @@ def split(function, gradient_of_x, x, *parameters):
     return Split.apply(function, gradient_of_x, x, parameters)
 
 
-def split_linear(x, weight, bias):
+def split_linear(input, weight, bias):  # as nn.Linear's forward calls x
     def product(*operands):
         return (F.linear(*operands),)
 
     def gradient_of_x(grad):
         return grad @ weight.to(grad.dtype)  # under autocast their dtypes may differ
 
-    return split(product, gradient_of_x, x, weight, bias)[0]
-
-
-def forward_split(linear, input):  # as nn.Linear calls it
-    return split_linear(input, linear.weight, linear.bias)
+    return split(product, gradient_of_x, input, weight, bias)[0]
 
 
 class SplitPipeline(Pipeline):
@@ -670,7 +666,8 @@ class SplitPipeline(Pipeline):
             for module in nn.ModuleList(modules.values()).modules():
                 # the W of a subclass, or of one whose forward somebody has replaced, stays in its B
                 if type(module) is nn.Linear and "forward" not in vars(module):
-                    module.forward = partial(forward_split, module)
+                    module.forward = partial(
+                        split_linear, weight=module.weight, bias=module.bias)
 
     def do(self, action, received, loss_of):
         kind, m, stage = action
