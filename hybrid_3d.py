@@ -366,6 +366,9 @@ class Hybrid(nn.Module):
         self.table = {p: row for p, row in table.items() if p in mine}  # ties in one order
         self.know_cuts()
         self.forget(table.keys() - self.table.keys())  # so that other stages can be freed
+        for module in self.stages.modules():
+            if hasattr(module, "everyone"):  # a MoE
+                module.everyone = self.group["peers"]
         has_w = any(action.kind == "W" for action in plans[0])
         if has_w:
             split_cut_linears(self.stages)
@@ -382,7 +385,7 @@ class Hybrid(nn.Module):
         p = next(self.parameters())
         no_size = ()  # each batch sets mail.size, see in_microbatches
         mail = Mail(plans, no_size, p.dtype, p.device, mesh.pipelines)
-        self.pipeline = SummingPipeline(here, plans, mail, zeros_of)
+        self.pipeline = SummingPipeline(here, mail, zeros_of)
 
     def know_cuts(self):
         self.ep = TensorParallel(self.group["ep"])  # cuts stacks of experts, as tp cuts matrices
@@ -516,10 +519,6 @@ def guard(stages, mesh, tp, layers, head, zero, ring):
     assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
     assert tp.size == 1 or not tp.cuts_x or head.weight in tp.cuts, (
         "a head that is not cut would see T/tp tokens: take TensorParallel")
-    for stage in stages:
-        for module in stage.modules():
-            assert len(stages) == 1 or getattr(module, "everyone", module) is not None, (
-                "experts in several stages: give MoE everyone=mesh.group['peers']")
 
 
 # ---- 2.4 a step ----
@@ -674,8 +673,8 @@ class SummingPipeline(SplitPipeline):
     zeros_of: {stage: {axis: ZeRO}}
     """
 
-    def __init__(self, modules, plans, mail, zeros_of):
-        super().__init__(modules, plans, mail)
+    def __init__(self, modules, mail, zeros_of):
+        super().__init__(modules, mail)
         self.zeros_of = zeros_of
         self.ending = []  # ZeROs whose last sum is under way
 
@@ -787,7 +786,7 @@ def parallelize(model, mesh, layers, *, sp=False, ring=None, recompute=None, aut
         context_parallel.parallelize(model, ring)
     if has_experts(model):
         microbatches = 1 + max(action.microbatch for action in mesh.plans[0])
-        moe.parallelize(model, mesh.group["ep"], mesh.group["peers"], microbatches)
+        moe.parallelize(model, mesh.group["ep"], microbatches)
     # 2. Around a layer: what it computes again in backward.
     if recompute:
         for block in model.blocks:
@@ -1189,7 +1188,7 @@ def textbook(run, model):
 
 
 def main():
-    from harness.flags import arguments
+    from harness.flags import arguments, require
     from harness.run import Run
 
     args = arguments(__doc__, FLAGS, presets=moe.PRESETS)
@@ -1201,13 +1200,11 @@ def main():
     if args.experts:
         run.build_plain = partial(build_mixture, ring=ring)
     grid = make_grid(args.dp, args.tp, args.pp) if "idea" in run.impls else None
-    if run.dry:
-        tensor_parallel.new_group = dist.new_group  # there are no others
     if run.dry and args.experts:
         tokens = args.batch // args.dp // args.micro * (args.seq // args.cp) // args.tp
         moe.expect_balanced(args, tokens, mesh.group["ep"])
         moe.read_counts = moe.balanced_counts
-    pipeline_parallel.refuse_shared_gpus(run, args.pp)
+    pipeline_parallel.refuse_shared_gpus(run, args.pp, require)
     with run:
         sides = {impl: set_up(run, impl, mesh, grid, layers, ring) for impl in run.impls}
         picture(run, plans, layers)

@@ -740,7 +740,7 @@ def mlps_here(plain, ep):
     return [plain.experts[e] for e in share(len(plain.experts), ep.size(), ep.rank())]
 
 
-def parallelize(model, ep, everyone=None, microbatches=1):
+def parallelize(model, ep, microbatches=1):
     """Each ToyMoE becomes a MoE with this rank's experts. microbatches: those of a step, M."""
     for block in model.blocks:
         plain = block.mlp
@@ -751,7 +751,7 @@ def parallelize(model, ep, everyone=None, microbatches=1):
         experts = Experts(activation, **linears)
         kind = partial(MoEWithCapacity, capacity=plain.capacity) if plain.capacity else MoE
         block.mlp = kind(
-            plain.router, experts, plain.route, ep, everyone=everyone, shared=plain.shared,
+            plain.router, experts, plain.route, ep, shared=plain.shared,
             alpha=plain.alpha / microbatches, beta=plain.beta / microbatches, gamma=plain.gamma)
         block.mlp.bias_units.copy_(plain.bias_units)
     return model

@@ -5,9 +5,9 @@
     rank 1   ...F0 B0    F1 B1    F2 B2    F3 B3    ......
 
     plans = make_plans("1f1b", ranks=2, microbatches=4)  # what each rank does, in order
-    stages = Stages([layers[:3], layers[3:]], plans)  # layers: nn.Sequential. Of others see carve
     mail = Mail(plans, (batch // 4, T, C), torch.float32, "cpu")  # the tensors between stages
-    pipeline = SplitPipeline(stages.here, plans, mail)
+    stages = Stages([layers[:3], layers[3:]], mail)  # layers: nn.Sequential. Of others see carve
+    pipeline = SplitPipeline(stages.here, mail)
     optimizer = AdamW(stages.parameters())
     loss = pipeline.step(x.chunk(4), loss_of)  # loss_of(output, m): micro-batch m's part of it
     stages.reduce()  # what is tied
@@ -172,10 +172,10 @@ class Pipeline:
     modules: {stage: module}, this rank's; each maps one tensor to one. mail: see Mail
     """
 
-    def __init__(self, modules, plans, mail):
+    def __init__(self, modules, mail):
         self.modules = modules
         self.mail = mail
-        self.plan = plans[mail.place]
+        self.plan = mail.plans[mail.place]
         self.microbatches = 1 + max(action.microbatch for action in self.plan)
         self.kept = {}  # {(micro-batch, stage): (input, edge of the output)}, from F to B
         self.loss = None  # this batch's, as far as it is known here
@@ -261,19 +261,22 @@ class Mail:
         self.size = torch.Size(size)
         self.dtype = dtype
         self.device = device
-        pipelines, self.ranks = find_pipeline(plans, pipelines)
+        self.plans = plans
+        self.pipelines = pipelines or [list(range(dist.get_world_size()))]
+        [self.ranks] = [ranks for ranks in self.pipelines if dist.get_rank() in ranks]
+        assert len(self.ranks) == len(plans), (
+            f"plans of {len(plans)} ranks for a pipeline of {len(self.ranks)}")
         self.place = self.ranks.index(dist.get_rank())  # this rank's
-        self.links = make_links(plans, pipelines)
+        self.links = make_links(plans, self.pipelines)
         self.home = homes(plans)
         self.last = max(self.home)  # the last stage
         # {action: its number in its rank's plan}
         self.turn = {action: i for plan in plans for i, action in enumerate(plan)}
-        self.taker = {}  # {maker: the action, in the stage beside, that takes its tensor}
-        for maker in self.turn:
-            if maker.kind in WAY:  # a W makes none
-                taker = maker._replace(stage=maker.stage + WAY[maker.kind])
-                if taker.stage in self.home:
-                    self.taker[maker] = taker
+        # {F or B: the same in the stage beside, if there is one}; a W makes no tensor
+        beside = {action: action._replace(stage=action.stage + WAY[action.kind])
+                  for action in self.turn if action.kind in WAY}
+        # {maker: the action that takes its tensor}
+        self.taker = {maker: taker for maker, taker in beside.items() if taker in self.turn}
         self.maker = {taker: maker for maker, taker in self.taker.items()}
         self.coming = deque()  # makers on other ranks; receives of their tensors are yet to begin
         self.inbox = {}  # {maker: (tensor, Work of its receive; None: it was made here)}
@@ -319,7 +322,8 @@ class Mail:
             f"stage {action.stage} has made {found}, not {self.size}, {self.dtype}; see Chain")
         self.finish_send()
         tensor = tensor.contiguous()
-        self.sent = tensor, self.begin(dist.isend, tensor, self.place, receiver)  # here -> there
+        # here -> there
+        self.sent = tensor, self.begin(dist.isend, tensor, receiver, (self.place, receiver))
 
     def finish_send(self):
         """Wait for the last send: so one sent tensor is kept at a time."""
@@ -331,22 +335,13 @@ class Mail:
         maker = self.coming.popleft()
         sender = self.home[maker.stage]
         tensor = torch.empty(self.size, dtype=self.dtype, device=self.device)
-        work = self.begin(dist.irecv, tensor, sender, self.place)  # there -> here
-        self.inbox[maker] = tensor, work
+        # there -> here
+        self.inbox[maker] = tensor, self.begin(dist.irecv, tensor, sender, (sender, self.place))
 
-    def begin(self, operation, tensor, sender, receiver):
-        peer = receiver if operation is dist.isend else sender
-        group = self.links[sender, receiver]
+    def begin(self, operation, tensor, peer, link):
         # as a batch of one: for a bare isend NCCL would make a communicator beside the group's
-        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, self.ranks[peer], group)])[0]
-
-
-def find_pipeline(plans, pipelines):
-    """-> the ranks of each pipeline, and of this rank's. pipelines: see Mail"""
-    pipelines = pipelines or [list(range(dist.get_world_size()))]
-    [here] = [ranks for ranks in pipelines if dist.get_rank() in ranks]
-    assert len(here) == len(plans), f"plans of {len(plans)} ranks for a pipeline of {len(here)}"
-    return pipelines, here
+        one = dist.P2POp(operation, tensor, self.ranks[peer], self.links[link])
+        return dist.batch_isend_irecv([one])[0]
 
 
 def make_links(plans, pipelines):
@@ -385,15 +380,12 @@ class Stages(nn.ModuleList):
     in each step: a tied embedding's, or all if pipelines share the batch, as dp = 2 x pp = 2:
         pipelines = [[0, 2], [1, 3]]  # loss_of divides by the tokens of both
         mail = Mail(plans, size, dtype, device, pipelines)
-        stages = Stages(whole, plans, pipelines)
     """
 
-    def __init__(self, whole, plans, pipelines=None):
-        pipelines, pipeline = find_pipeline(plans, pipelines)
-        rank = dist.get_rank()
-        home = homes(plans)
+    def __init__(self, whole, mail):
+        home = mail.home
         assert len(whole) == len(home), f"{len(whole)} stages for plans of {len(home)}"
-        here = {stage: whole[stage] for stage in home if pipeline[home[stage]] == rank}
+        here = {stage: whole[stage] for stage in home if home[stage] == mail.place}
         super().__init__(here.values())
         self.here = here  # {stage: module}
         names = names_of(whole)
@@ -403,17 +395,17 @@ class Stages(nn.ModuleList):
         for stage, module in enumerate(whole):
             for part in module.modules():
                 differs = hasattr(part, "tp") or hasattr(part, "is_of_experts")
-                assert len(pipelines) == 1 or not differs, (
+                assert len(mail.pipelines) == 1 or not differs, (
                     "ranks may have different pieces, or different experts: take hybrid_3d.py")
             for p in module.parameters():
                 places[p].add(home[stage])
         new_group = cache(dist.new_group)  # one group for the same ranks
         for p in places:
             # those that have p, of all pipelines
-            ranks = tuple(each[place] for each in pipelines for place in sorted(places[p]))
+            ranks = tuple(each[place] for each in mail.pipelines for place in sorted(places[p]))
             if len(ranks) > 1:
                 group = new_group(ranks)  # every rank makes it
-                if rank in ranks:
+                if dist.get_rank() in ranks:
                     self.shared[p] = group
                     p.data = p.data.contiguous()  # a broadcast sends memory, whatever the strides
                     dist.broadcast(p.data, group=group, group_src=0)  # -> replicated
@@ -520,7 +512,7 @@ def carve(model, chain, layers):
 
         chain = Chain(first=["embed"], layers="layers", last=["norm", "head"])
         assert_carves(model, chain, torch.randn(2, T, C))
-        stages = Stages(carve(model, chain, [2, 2]), plans)
+        stages = Stages(carve(model, chain, [2, 2]), mail)
     To free what is on other stages: del model; gc.collect()
     """
     count = len(model.get_submodule(chain.layers))
@@ -658,8 +650,8 @@ class SplitPipeline(Pipeline):
         W    calls them in this order
     """
 
-    def __init__(self, modules, plans, mail):
-        super().__init__(modules, plans, mail)
+    def __init__(self, modules, mail):
+        super().__init__(modules, mail)
         self.split = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # split Bs
         self.ws = {}  # {(micro-batch, stage): [what W calls for each Linear]}, from B to W
         if self.split:
@@ -857,8 +849,9 @@ def parallelize(model, plans, layers, size, dtype, device, kind=SplitPipeline):
 
     layers: how many each stage gets. size, dtype, device: of what goes from stage to stage.
     """
-    stages = Stages(carve(model, CHAIN, layers), plans)
-    return stages, kind(stages.here, plans, Mail(plans, size, dtype, device))
+    mail = Mail(plans, size, dtype, device)
+    stages = Stages(carve(model, CHAIN, layers), mail)
+    return stages, kind(stages.here, mail)
 
 
 def parallelize_idea(stages, plans, size, dtype, device):
@@ -914,9 +907,9 @@ class PipeDream(Pipeline):
     it is drained at the end of each batch.
     """
 
-    def __init__(self, stages, plans, mail, optimizer, clip):
+    def __init__(self, stages, mail, optimizer, clip):
         copied = {stage: partial(with_copies, module) for stage, module in stages.here.items()}
-        super().__init__(copied, plans, mail)
+        super().__init__(copied, mail)
         self.stages = stages
         self.optimizer = optimizer
         self.clip = clip
@@ -1063,7 +1056,7 @@ def set_up(run, impl, plans, layers):
     named = list(stages.named_parameters())
     optimizer = run.optimizer(named)
     if args.schedule == "pipedream":
-        pipeline = PipeDream(stages, plans, pipeline.mail, optimizer, args.clip or math.inf)
+        pipeline = PipeDream(stages, pipeline.mail, optimizer, args.clip or math.inf)
     model = stages
     step = partial(train_step, pipeline)
     if impl == "idea":
@@ -1102,9 +1095,7 @@ def textbook(run, plans, stages):
     ]
 
 
-def refuse_shared_gpus(run, pp):
-    from harness.flags import require
-
+def refuse_shared_gpus(run, pp, require):
     require(run.dry or pp == 1 or run.device.type == "cpu" or dist.get_backend() == "nccl",
             "ranks that share a GPU talk by gloo, which sends CPU tensors alone: --device cpu")
 
@@ -1124,7 +1115,7 @@ def main():
     if args.schedule == "pipedream":
         args.check = False  # its weights are stale by design: tests have an oracle of their own
     with Run(args) as run:
-        refuse_shared_gpus(run, args.world_size)
+        refuse_shared_gpus(run, args.world_size, require)
         sides = {impl: set_up(run, impl, plans, layers) for impl in run.impls}
         run.extra.update(planned(plans, times)[1])
         run.train(sides, rows=range(args.batch))

@@ -220,6 +220,13 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 # ---- who shares a model, and how x goes inside and out
 
+# x outside is    f forward   f backward                        g forward       g backward
+# whole           -           all-reduce dx                     all-reduce      -
+# cut along T     all-gather  all-gather x, reduce-scatter dx   reduce-scatter  all-gather
+#
+# The first is TensorParallel, the second SequenceParallel, further down. (Its f's backward gathers
+# x again, which is not kept.)
+
 # Of a parameter that is cut:
 # dim         along which
 # plain_size  of the plain parameter along dim
@@ -515,10 +522,7 @@ def group_of_sum(p, tp):
 
 def sum_gradients(model, tp):
     """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
-    has_some = any(p.grad is not None for p in model.parameters())
-    assert has_some, "no gradients: if ZeRO or FSDP has them, take hybrid_3d.py, which sums those"
-    has_experts = any(hasattr(m, "is_of_experts") for m in model.modules())
-    assert not has_experts, "ranks have different experts: take hybrid_3d.py"
+    refuse_other_models(model)
     by_group = defaultdict(list)  # {group: gradients}
     for p in model.parameters():
         group = group_of_sum(p, tp)
@@ -542,13 +546,6 @@ def gradient_norm(model, tp):
 
 
 # ---- --sp: x outside is cut along T
-
-# x outside is    f forward   f backward                        g forward       g backward
-# whole           -           all-reduce dx                     all-reduce      -
-# cut along T     all-gather  all-gather x, reduce-scatter dx   reduce-scatter  all-gather
-#
-# The first is TensorParallel, the second SequenceParallel. (f's backward gathers x again, which is
-# not kept.)
 
 
 class SequenceParallel(TensorParallel):
@@ -682,6 +679,13 @@ def refuse_silent_mistakes(model, tp):
         assert knows, f"{name} shares {cut} with a cut module: cut {name}, too."
 
 
+def refuse_other_models(model):
+    has_some = any(p.grad is not None for p in model.parameters())
+    assert has_some, "no gradients: if ZeRO or FSDP has them, take hybrid_3d.py, which sums those"
+    has_experts = any(hasattr(m, "is_of_experts") for m in model.modules())
+    assert not has_experts, "ranks have different experts: take hybrid_3d.py"
+
+
 def assert_alike(model, tp):
     """Once, after the first sum_gradients: raises where ranks have different gradients of what is
     whole. Then the plan lacks an `inside`, or ranks have drawn different dropout. SequenceParallel
@@ -704,10 +708,12 @@ def assert_same(tensors, group):
 # ---- more ranks than heads of keys and values: Qwen3-30B-A3B has 4, and 8 ranks are usual
 
 
-def new_group(ranks):  # dry runs have another
+def new_group(ranks):
     """ranks: this rank's group, one of those that share out the world. All ranks of the world call
     it, since each has to make all groups. (With use_local_synchronization torch hangs where ranks
     are in different numbers of groups.)"""
+    if dist.get_backend() == "fake":  # a dry run's: there are no others
+        return dist.new_group(ranks)
     listed = [None] * dist.get_world_size()
     by_hosts = dist.new_group(backend="gloo")  # NCCL would take the words through the GPUs
     dist.all_gather_object(listed, ranks, group=by_hosts)
@@ -947,9 +953,6 @@ def main():
     refuse(args, require)
     run = Run(args)
     mesh = init_device_mesh(run.device.type, (run.world_size,))
-    if run.dry:
-        global new_group
-        new_group = dist.new_group  # there are no others
     with run:  # from here on a dry run's tensors have no memory
         tp = SequenceParallel(dist.group.WORLD) if args.sp else TensorParallel(dist.group.WORLD)
         sides = {impl: set_up(run, impl, tp, mesh) for impl in run.impls}

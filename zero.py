@@ -116,21 +116,13 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 # ---- 2. the technique (copy this; of part 1 it takes all_gather, reduce_scatter)
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
-#     a unit for each block        4 of 5 sums travel while backward makes the gradients of the next
+#     a unit for each block        5 of 6 sums travel while backward makes the gradients of the next
 #                                  unit
 #     a part for each parameter    parameter groups, fp32 masters of bf16, offload, checkpoints
 #     reduce() apart from step()   micro-batches
 #     ZeRO2                        gradients are held as 1/n: 10.1 MB held -> 8.4
-#     ZeRO3                        parameters, too, and two of the 5 units at a time whole:
+#     ZeRO3                        parameters, too, and two of the 6 units at a time whole:
 #                                  6.7 MB held, but 3.4 MB sent -> 5.1
-
-
-# What a rank steps of a parameter p, see Unit.cut: p.flatten()[first:first + len(value)].
-# value    these numbers, in its unit's shard
-# grad     their gradients, in its unit's grad
-# master   the nn.Parameter that the optimizer steps: it has value's memory; where the optimizer is
-#          offloaded, or value is bf16, it is a copy on the CPU, or in fp32
-Part = namedtuple("Part", "parameter first value grad master")
 
 
 class Unit:
@@ -228,6 +220,14 @@ class Unit:
         if self.gathering:
             self.gathering.wait()
             self.gathering = None
+
+
+# What a rank steps of a parameter p: p.flatten()[first:first + len(value)].
+# value    these numbers, in its unit's shard
+# grad     their gradients, in its unit's grad
+# master   the nn.Parameter that the optimizer steps: it has value's memory; where the optimizer is
+#          offloaded, or value is bf16, it is a copy on the CPU, or in fp32
+Part = namedtuple("Part", "parameter first value grad master")
 
 
 class ZeRO1:
@@ -529,28 +529,18 @@ def units_of(model, blocks):
     Modules must be registered in the order in which they run, and read no others' parameters. In
     stage 3 what contains blocks owns no parameters. A tied head belongs to what comes before.
     """
-    blocks = list(blocks)
+    blocks = set(blocks)
     inside = {m for block in blocks for m in block.modules()}
-    # dicts serve as ordered sets
-    before = {}, []  # the embeddings: {parameter: None}, sites
-    middle = [(dict.fromkeys(trained(block)), [block]) for block in blocks]
-    after = {}, []  # the last norm, the head
-    here = before  # where a module goes that owns parameters, and is in no block
+    units = [({}, [])]  # dicts serve as ordered sets: {parameter: None}
     for m in model.modules():
-        own = trained(m, recurse=False)
-        if m in inside:
-            here = after  # from the first block on
-        elif own:
-            is_tied = before[0].keys() & own  # a head, to the embedding
-            parameters, sites = before if is_tied else here
+        own = trained(m, recurse=m in blocks)
+        if m in blocks:
+            units += [(dict.fromkeys(own), [m]), ({}, [])]  # and what comes behind it
+        elif own and m not in inside:
+            tied = [unit for unit in units if unit[0].keys() & own]  # a head, to the embedding
+            parameters, sites = (tied or units)[-1]
             parameters.update(dict.fromkeys(own))
             sites.append(m)
-    if middle and all(p.dim() == 1 for p in after[0]):
-        # a norm alone is not worth a sum of its own: it goes with the last block
-        middle[-1][0].update(after[0])
-        middle[-1][1].extend(after[1])
-        after = {}, []
-    units = [before, *middle, after]
     return [(list(parameters), sites) for parameters, sites in units if parameters]
 
 

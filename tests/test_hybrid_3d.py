@@ -265,15 +265,14 @@ class Mixture(moe.MoE):
     experts = property(lambda self: self.bank)
 
 
-def share_out(model, mesh, peers):
+def share_out(model, mesh):
     ep = mesh.group["ep"]
     for layer in model.layers:
         plain = layer.mlp
         mine = [plain.experts[e] for e in share(4, ep.size(), ep.rank())]
         names = "up", "down", "gate"
         linears = {name: [getattr(mlp, f"{name}_proj") for mlp in mine] for name in names}
-        layer.mlp = Mixture(plain.router, moe.Experts(F.silu, **linears), ROUTE, ep,
-                            everyone=mesh.group.get(peers))
+        layer.mlp = Mixture(plain.router, moe.Experts(F.silu, **linears), ROUTE, ep)
 
 
 def plain(**kind):
@@ -301,7 +300,7 @@ def fill(here, state, tp):
 
 
 def parallel(dp=1, tp=1, ep=1, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None,
-             device="cpu", layers=None, peers="peers", **kind):
+             device="cpu", layers=None, **kind):
     with torch.device(device):
         model = make(**kind)
     if kind.get("tied") and device != "meta":
@@ -313,7 +312,7 @@ def parallel(dp=1, tp=1, ep=1, pp=1, schedule="1f1b", sp=False, zero=0, recomput
     if tp > 1:
         cut_model(model, ranks, DENSE if experts else LLAMA)
     if experts:
-        share_out(model, mesh, peers)
+        share_out(model, mesh)
     if recompute:
         wrap(model.layers, recompute)
     stages = carve(model, CHAIN, layers or split_layers(4, len(homes(plans))))
@@ -571,7 +570,6 @@ def check_asserts():
         refuses(words, hybrid_3d.Hybrid, [model], mesh, tp, layers=layers, head=model.lm_head)
     with pytest.raises(AssertionError, match="two stages have a weight"):
         hybrid_3d.table_of([nn.Linear(2, 2), nn.Linear(2, 2)], alone, zero=0)
-    refuses("give MoE everyone=", next, parallel(pp=2, experts=True, peers=None))
     hybrid = bf16_hybrid(0)
     x, y = whole_batch(0)
     hybrid.forward_backward(x, y, 1)

@@ -99,7 +99,7 @@ def deliver(plans, monkeypatch):
     begun = defaultdict(threading.Event)  # {(operation, link, number)}
     other = {dist.isend: dist.irecv, dist.irecv: dist.isend}
 
-    def begin(self, operation, tensor, *link):
+    def begin(self, operation, tensor, peer, link):
         with lock:
             number = count[operation, link]
             count[operation, link] += 1
@@ -120,9 +120,9 @@ def deliver(plans, monkeypatch):
 def check_ws_want_a_split_pipeline():
     plans = make_plans("zb-h1", 1, 1)
     mail = Mail(plans, (1,), torch.float64, "cpu")
-    pipeline = Pipeline({0: nn.Linear(1, 1)}, plans, mail)
+    pipeline = Pipeline({0: nn.Linear(1, 1)}, mail)
     refuses("SplitPipeline", pipeline.step, [torch.ones(1)], lambda y, m: y.sum())
-    split = SplitPipeline({0: nn.Linear(1, 1)}, plans, mail)
+    split = SplitPipeline({0: nn.Linear(1, 1)}, mail)
     x = torch.ones(1, requires_grad=True)
     y = 2 * x
     y.register_hook(lambda grad: 1 / 0)
@@ -243,11 +243,10 @@ def piped(module, name, dp):
     whole = [model[own.start:own.stop] for own in layers]
     pipelines = [list(range(copy, p * dp, dp)) for copy in range(dp)]
     others_to_meta(whole, module.homes(plans), place=dist.get_rank() // dp)
-    stages = module.Stages(whole, plans, pipelines if dp > 1 else None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda: "nccl")  # then each link has a group of its own
-        mail = module.Mail(plans, (2, 5, 8), torch.float64, "cpu", pipelines)
-    return stages, mail, layers, plans
+        mail = module.Mail(plans, (2, 5, 8), torch.float64, "cpu", pipelines if dp > 1 else None)
+    return module.Stages(whole, mail), mail, layers
 
 
 def others_to_meta(whole, home, place):
@@ -268,15 +267,15 @@ def check_copy(name, old="", new="", dp=1):
     module = pipeline_parallel
     if name != "pipedream":
         module = copied("pipeline_parallel", 2, old, new)
-    stages, mail, layers, plans = piped(module, name, dp)
+    stages, mail, layers = piped(module, name, dp)
     assert not any(p.is_meta for p in stages.parameters())
     optimizer = adamw(stages.parameters(), 1e-2)
     reference_step = plain_step
     if name == "pipedream":
-        pipeline = module.PipeDream(stages, plans, mail, optimizer, 0.5)
+        pipeline = module.PipeDream(stages, mail, optimizer, 0.5)
         reference_step = partial(stale_step, layers=layers)
     else:
-        pipeline = module.SplitPipeline(stages.here, plans, mail)
+        pipeline = module.SplitPipeline(stages.here, mail)
     train_step = pipeline_parallel.train_step
     step = partial(train_step, pipeline, stages, optimizer, valid=80, clip=0.5)
     own = [(stage, layers[number]) for number, stage in stages.here.items()]
@@ -329,7 +328,8 @@ def check_chain():
 
 def check_unused():
     layer = nn.Linear(2, 2)
-    stages = pipeline_parallel.Stages([layer], make_plans("1f1b", 1, 1), pipelines=[[0], [1]])
+    mail = Mail(make_plans("1f1b", 1, 1), (1,), torch.float32, "cpu", [[0], [1]])
+    stages = Stages([layer], mail)
     if dist.get_rank() == 0:
         layer.weight.grad = torch.ones(2, 2)
         layer.bias.grad = torch.ones(2)
@@ -416,25 +416,26 @@ def check_strides():
     saved = torch.arange(6.0).view(2, 3)
     if dist.get_rank() == 0:
         both.weight.data = saved.t()
-    plans = make_plans("1f1b", 2, 1)
-    Stages([both, nn.Sequential(both)], plans)
+    mail = Mail(make_plans("1f1b", 2, 1), (1,), torch.float64, "cpu")
+    Stages([both, nn.Sequential(both)], mail)
     assert torch.equal(both.weight, saved.t())
-    refuses("two stages have a weight", Stages, [both, nn.Linear(3, 3)], plans)
+    refuses("two stages have a weight", Stages, [both, nn.Linear(3, 3)], mail)
     alone = make_plans("1f1b", 1, 1)
     with pytest.raises(AssertionError, match="plans of 1 ranks for a pipeline of 2"):
         Mail(alone, (1,), torch.float64, "cpu")  # without pipelines
-    refuses("1 stages for plans of 2", Stages, [both], plans)
+    refuses("1 stages for plans of 2", Stages, [both], mail)
     tok = nn.Embedding(2, 2)
     head = nn.Linear(2, 2)
     head.weight = tok.weight
     first = nn.ModuleDict({"tok": tok})
     last = nn.ModuleDict({"head": head})
-    stages = Stages([first, last], plans)
+    stages = Stages([first, last], mail)
     assert len(stages.names) == 1 + dist.get_rank()  # others' would keep their memory
     here = dict(stages.named_parameters())
     assert here["tok.weight"] is tok.weight  # on both
     both.tp = None  # as a cut one has it
-    refuses("take hybrid_3d.py", Stages, [both], alone, [[0], [1]])
+    copies = Mail(alone, (1,), torch.float64, "cpu", [[0], [1]])
+    refuses("take hybrid_3d.py", Stages, [both], copies)
 
 
 @pytest.mark.parametrize("world, check", [
