@@ -35,7 +35,7 @@ Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3
 At work: part 4.
 Not for: what its files are not for; optimizers of whole matrices, but see --optimizer muon; ties
 other than of the first stage to the last; stages whose first parameters differ in dtype; pipedream;
-ZeRO-3 of several stages; with Ws, Linears that run twice in a stage; key_values of several numbers.
+ZeRO-3 of several stages; with Ws, Linears that run twice in a stage.
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
 import re
@@ -203,8 +203,8 @@ def run_microbatches(model, x, y, valid):
 
 # Words of the other files:
 #     tp.cuts       {parameter: how cut_model has cut it}
-#     tp.inside     whole parameters of which each rank makes a summand: norms of q and k
-#     tp.twins      the ranks of tp that share k and v of few heads
+#     tp.inside     whole parameters of which each rank makes a summand: norms of q and k, k and v
+#                   of few heads
 #     unit          parameters whose gradients travel together, in chunks of ranks (zero.py)
 #     B, W          backward for a stage's input, and for its weights (pipeline_parallel.py)
 #     part          what this rank has of a parameter in its chunk of a unit
@@ -236,6 +236,7 @@ class Mesh:
         ranks = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
         assert ranks.numel() == dist.get_world_size(), (
             f"pp {pp} x dp {dp} x cp {cp} x tp {tp} are not all {dist.get_world_size()} ranks")
+        assert dp * cp % ep == 0, f"ep {ep} does not divide dp {dp} x cp {cp}"
         place = (ranks == dist.get_rank()).nonzero()[0].tolist()
         self.place = dict(zip(("pp", "dp", "cp", "tp"), place))
         self.pipelines = ranks.flatten(1).T.tolist()  # a list of ranks for each pipeline
@@ -275,8 +276,6 @@ def fates(sp, zero):
         "cut": {"tp": "cut", "data": data},  # matrices, embeddings, biases of ColumnLinears
         "whole": {"tp": whole, "data": data},  # norms, biases of RowLinears
         "inside": {"tp": "sum", "data": data},  # norms of q and k: each rank has seen its heads
-        # keys and values of fewer heads than ranks. twins: the ranks of tp with the same heads
-        "shared": {"tp": "cut", "twins": "sum", "data": data},
         # wants sp: each rank of tp sends the experts its own tokens
         "expert": {"tp": "sum", "replicas": data, "ep": "cut"},
     }
@@ -289,7 +288,7 @@ def kind_of(p, owner, tp):
             "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
         return "expert"
     if p in tp.cuts:
-        return "shared" if tp.cuts[p].copies > 1 else "cut"
+        return "cut"
     return "inside" if p in tp.inside else "whole"
 
 
@@ -392,8 +391,6 @@ class Hybrid(nn.Module):
         for p, row in self.table.items():
             if row.kind == "expert":
                 self.ep.cuts[p] = Cut(0, len(p) * self.ep.size)
-            if "twins" in row.fate:
-                [self.group["twins"]] = self.tp.twins.values()
 
     def forget(self, elsewhere):
         for p in elsewhere:
@@ -554,7 +551,7 @@ def sum_gradients(model):
     for zero in model.tied:
         zero.reduce()  # partial -> sharded
     of_parts = [(model.table[part.parameter].fate, part.grad) for part in model.parts]
-    for axis in ("tp", "twins", "ends"):  # few models have twins
+    for axis in ("tp", "ends"):
         gradients = [gradient for fate, gradient in of_parts if fate.get(axis) == "sum"]
         if gradients and model.group[axis].size() > 1:
             # partial -> replicated

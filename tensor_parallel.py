@@ -39,7 +39,7 @@ At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (pa
 """
 import fnmatch
 import math
-from collections import defaultdict, namedtuple
+from collections import namedtuple
 
 import torch
 import torch.distributed as dist
@@ -230,8 +230,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # Of a parameter that is cut:
 # dim         along which
 # plain_size  of the plain parameter along dim
-# copies      so many ranks in a row have the same piece: one, but see key_values
-Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
+Cut = namedtuple("Cut", "dim plain_size")
 
 
 class TensorParallel:
@@ -250,33 +249,26 @@ class TensorParallel:
         self.rank = self.group.rank()
         self.cuts = {}  # {parameter: Cut}; others are whole
         self.inside = set()  # whole parameters that are used inside, see inside()
-        self.twins = {}  # {copies: the group of this rank and those with its piece}: key_values'
 
     def gather(self, x):
         """From outside to inside: here every rank has all of x already."""
         return lambda: x
 
-    def reduce(self, y, keep=False):
-        """From inside to outside: summands y (.., T, C) -> their sum, in y's place, unless y has to
-        be kept."""
-        x = y.clone() if keep else y
-        work = dist.all_reduce(x, group=self.group, async_op=True)  # partial -> replicated
+    def reduce(self, y):
+        """From inside to outside: summands y (.., T, C) -> their sum, in y's place."""
+        work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
 
         def wait():
             work.wait()  # on a GPU this orders streams: the host goes on at once
-            return x
+            return y
 
         return wait
 
-    def cut(self, p, dim, copies=1):
+    def cut(self, p, dim):
         """This rank keeps its piece of p. p is the same object, and keeps its names and ties."""
         if p is not None and p not in self.cuts:  # a tied one is cut already
-            self.cuts[p] = Cut(dim, p.shape[dim], copies)
+            self.cuts[p] = Cut(dim, p.shape[dim])
             p.data = shard(p.data, self.cuts[p], self)
-
-    def holders(self, p):
-        """-> how many ranks hold the same piece of p: all, if it is whole. For norms."""
-        return self.cuts[p].copies if p in self.cuts else self.size
 
 
 class ToOutside(torch.autograd.Function):
@@ -285,8 +277,9 @@ class ToOutside(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, tp):
         ctx.tp = tp
-        # torch's selective checkpointing keeps y, a matmul's result, for backward
-        return tp.reduce(y, keep=True)()  # partial -> replicated or sharded(T)
+        # TensorParallel writes to it; torch's selective checkpointing keeps y, a matmul's result
+        y = y if tp.cuts_x else y.clone()
+        return tp.reduce(y)()  # partial -> replicated or sharded(T)
 
     @staticmethod
     @once_differentiable
@@ -376,6 +369,9 @@ class ColumnLinear(CutModule):
     def forward(self, x):
         return columns(x, self)[0]
 
+    def operands(self):
+        return [self.weight, self.bias]
+
     def multiply(self, x, *parameters):  # hybrid_3d.py has another
         """parameters: of this Linear, and of those with which it shares an f."""
         return ColumnParallel.apply(self.tp, x, *parameters)
@@ -385,7 +381,7 @@ def columns(x, *linears):
     """Linears that read the same x share an f: q, k, v = columns(x, attn.q, attn.k, attn.v)."""
     operands = [x]
     for linear in linears:
-        operands += [linear.weight, linear.bias]
+        operands += linear.operands()
     # F.linear would cast by itself, but backward multiplies what was saved: so cast before
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -512,24 +508,19 @@ def sum_over_ranks(tensors, group):
     torch._foreach_copy_(tensors, [part.view_as(t) for t, part in zip(tensors, parts)])
 
 
-def group_of_sum(p, tp):
-    """-> the group whose ranks each make a summand of p's gradient, or None."""
-    if p in tp.cuts:
-        return tp.twins.get(tp.cuts[p].copies)  # None of 1 copy
-    # what is whole has seen this rank's heads, or 1/tp of the tokens
-    return tp.group if p in tp.inside or tp.cuts_x else None
+def is_summand(p, tp):
+    """Does each rank make a summand of p's gradient? What is whole has seen this rank's heads, or
+    1/tp of the tokens."""
+    return p in tp.inside or (tp.cuts_x and p not in tp.cuts)
 
 
 def sum_gradients(model, tp):
     """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
     refuse_other_models(model)
-    by_group = defaultdict(list)  # {group: gradients}
-    for p in model.parameters():
-        group = group_of_sum(p, tp)
-        if group and group.size() > 1 and p.grad is not None:
-            by_group[group].append(p.grad)
-    for group, gradients in by_group.items():
-        sum_over_ranks(gradients, group)  # partial -> replicated
+    trained = [p for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in trained if is_summand(p, tp)]
+    if gradients and tp.size > 1:
+        sum_over_ranks(gradients, tp.group)  # partial -> replicated
 
 
 def gradient_norm(model, tp):
@@ -537,8 +528,7 @@ def gradient_norm(model, tp):
     like = next(model.parameters())
     square = like.new_zeros((), dtype=torch.promote_types(like.dtype, torch.float32))
     trained = [p for p in model.parameters() if p.grad is not None]
-    # of the ranks that have the same numbers the first counts them
-    counted = [p.grad for p in trained if tp.rank % tp.holders(p) == 0]
+    counted = [p.grad for p in trained if tp.rank == 0 or p in tp.cuts]  # what is whole: once
     if counted:
         square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
     dist.all_reduce(square, group=tp.group)  # partial -> replicated
@@ -551,7 +541,7 @@ def gradient_norm(model, tp):
 class SequenceParallel(TensorParallel):
     """Outside, x is cut along T, dim -2, which tp must divide (Korthikanti 2022, fig. 5).
 
-    So norms and row biases see 1/tp of the tokens, and make summands (group_of_sum). What is added
+    So norms and row biases see 1/tp of the tokens, and make summands (is_summand). What is added
     to x must be cut as x is: a table of learned positions becomes a VocabEmbedding, whose g cuts
     along T. docs/your-model.md has what else a model may not do then.
     """
@@ -571,7 +561,7 @@ class SequenceParallel(TensorParallel):
 
         return wait
 
-    def reduce(self, y, keep=False):  # y is never written
+    def reduce(self, y):
         """Summands (.., T, C) -> this rank's piece (.., T/tp, C) of their sum."""
         T = y.shape[-2]
         assert T % self.size == 0, f"T is {T}: SequenceParallel wants a multiple of {self.size}"
@@ -596,10 +586,8 @@ def shard(t, cut, tp):
     They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
     """
     assert t.shape[cut.dim] == cut.plain_size, f"{tuple(t.shape)}: not {cut.plain_size} to cut"
-    pieces = tp.size // cut.copies
-    number = tp.rank // cut.copies  # of this rank's piece
-    each = math.ceil(cut.plain_size / pieces)
-    first = min(number * each, cut.plain_size)
+    each = math.ceil(cut.plain_size / tp.size)
+    first = min(tp.rank * each, cut.plain_size)
     count = min(each, cut.plain_size - first)
     size = list(t.shape)
     size[cut.dim] = each
@@ -614,9 +602,8 @@ def unshard(t, cut, tp):
         return t
     pieces = t.new_empty(tp.size, *t.shape)
     all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
-    different = pieces[::cut.copies].unbind()
     # contiguous: else a file of it would have the padding, too, or safetensors refuse it
-    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size).contiguous()
+    return torch.cat(pieces.unbind(), cut.dim).narrow(cut.dim, 0, cut.plain_size).contiguous()
 
 
 def full_state_dict(model, tp):
@@ -705,40 +692,32 @@ def assert_same(tensors, group):
             f"{name} differs between ranks (does the plan lack an inside?), or has a nan")
 
 
-# ---- more ranks than heads of keys and values: Qwen3-30B-A3B has 4, and 8 ranks are usual
+# ---- more ranks than heads of keys and values
 
 
-def new_group(ranks):
-    """ranks: this rank's group, one of those that share out the world. All ranks of the world call
-    it, since each has to make all groups. (With use_local_synchronization torch hangs where ranks
-    are in different numbers of groups.)"""
-    if dist.get_backend() == "fake":  # a dry run's: there are no others
-        return dist.new_group(ranks)
-    listed = [None] * dist.get_world_size()
-    by_hosts = dist.new_group(backend="gloo")  # NCCL would take the words through the GPUs
-    dist.all_gather_object(listed, ranks, group=by_hosts)
-    groups = sorted({tuple(each) for each in listed})  # in the same order on all ranks
-    group, _ = dist.new_subgroups_by_enumeration([list(each) for each in groups])
-    return group
+class FewHeads(ColumnLinear):
+    """k or v of fewer heads than ranks: it stays whole, is used inside, and ranks in a row read the
+    same head. Of Qwen3-235B-A22B (4 heads) each of 8 ranks keeps 394M numbers so, for a head 99M.
+    """
+
+    dims = {}
+
+    def __init__(self, plain, tp, heads):
+        super().__init__(inside(plain, tp), tp)
+        self.heads = heads
+
+    def operands(self):
+        head = self.tp.rank * self.heads // self.tp.size
+        return [t if t is None else t.chunk(self.heads)[head] for t in (self.weight, self.bias)]
 
 
 def key_values(heads):
-    """For a plan: k and v of so many heads, where tp divides heads, or heads divides tp.
+    """For a plan: k and v of so many heads, where tp divides heads, or heads divides tp."""
 
-    With more ranks than heads, `copies` ranks in a row, twins, have the same head of k, but other
-    heads of q: each makes a summand of k's gradient. All ranks of the world call cut_model then.
-    """
     def kind(plain, tp):
         assert heads % tp.size == 0 or tp.size % heads == 0, (
             f"{tp.size} ranks for {heads} heads of keys and values")
-        copies = max(1, tp.size // heads)
-        if copies > 1 and copies not in tp.twins:  # the first layer's
-            first = tp.rank // copies * copies
-            ranks = dist.get_process_group_ranks(tp.group)[first:first + copies]
-            tp.twins[copies] = new_group(ranks)
-        for p in plain.parameters():
-            tp.cut(p, 0, copies)
-        return ColumnLinear(plain, tp)  # which finds them cut
+        return ColumnLinear(plain, tp) if heads >= tp.size else FewHeads(plain, tp, heads)
 
     return kind
 
@@ -915,8 +894,8 @@ def set_up(run, impl, tp, mesh):
 
 def textbook(run, impl, model, tp):
     """-> rows. b: bytes of a number, s: of one in the loss. P: numbers of parameters here, G: of
-    gradients that are summed after backward, times (n-1)/n for n ranks. k: how many f and g a block
-    has. T': T if positions are cut, else 0.
+    gradients that are summed after backward. k: how many f and g a block has. T': T if positions
+    are cut, else 0.
     """
     b = run.dtype.itemsize
     s = max(b, 4)
@@ -930,18 +909,18 @@ def textbook(run, impl, model, tp):
     x = sent * b * N * run.cfg.width
     has_positions = model.pos is not None and model.pos.weight in tp.cuts
     positions = x / run.args.batch if has_positions else 0
-    groups = [(p.numel(), group_of_sum(p, tp)) for p in model.parameters()]
-    P = sum(numel for numel, _ in groups)
-    G = sum(numel * (1 - 1 / group.size()) for numel, group in groups if group)
-    sums = 2 * (b * G + s * sent * (3 * N + 1))  # 3 sums of the loss; the gradient norm
-    rows = [("held states", "4 b P + 4 per tensor (steps)", 4 * b * P + 4 * len(groups))]
+    parameters = list(model.parameters())
+    P = sum(p.numel() for p in parameters)
+    G = sum(p.numel() for p in parameters if is_summand(p, tp))
+    sums = 2 * sent * (b * G + s * (3 * N + 1))  # 3 sums of the loss; the gradient norm
+    rows = [("held states", "4 b P + 4 per tensor (steps)", 4 * b * P + 4 * len(parameters))]
     if run.args.sp:  # f gathers x again in backward
         return rows + [
             ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", (6 * L + 3) * x + positions),
             ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C",
              (4 * L + 2) * x + positions),
-            ("wire all_reduce", "2 b G + 2 (tp-1)/tp s (3 B T + 1)", sums)]
-    formula = f"2 (tp-1)/tp (b [B T ({k} L + 2) + T'] C + s (3 B T + 1)) + 2 b G"
+            ("wire all_reduce", "2 (tp-1)/tp (b G + s (3 B T + 1))", sums)]
+    formula = f"2 (tp-1)/tp (b [B T ({k} L + 2) + T'] C + b G + s (3 B T + 1))"
     return rows + [("wire all_reduce", formula, 2 * ((k * L + 2) * x + positions) + sums)]
 
 

@@ -130,9 +130,7 @@ def largest_box(shape, low, high):
 def of_cuts(found, ranks):
     """Where ranks have equally large cuts along a dim: see wholes_of_cuts of whole.py."""
     for p in found.keys() & ranks.cuts.keys():
-        dim, plain_size, *_ = ranks.cuts[p]
-        index = ranks.rank // ranks.holders(p)
-        found[p] = [of_cut(piece, dim, plain_size, index) for piece in found[p]]
+        found[p] = [of_cut(piece, *ranks.cuts[p], ranks.rank) for piece in found[p]]
     return found
 
 

@@ -44,7 +44,6 @@ class Share:
     shape: tuple  # of the whole: (A, B), or (E, A, B), a stack of matrices
     sizes: list  # how many of its elements each rank has. A single one: every rank has the whole
     dim: int = 0  # all ranks' pieces lie along this dim, in the order of ranks
-    copies: int = 1  # so many ranks in a row have the same piece, of which the first gives it
     matrices: tuple = ()  # on the rank that owns it, what the optimizer steps
 
     def elements(self, kind):
@@ -55,16 +54,12 @@ class Share:
         t = self.part.data.movedim(self.dim, 0)
         t.copy_(F.pad(elements, (0, t.numel() - len(elements))).view(t.shape))
 
-    def given(self, rank):
-        """-> how many elements a rank gives."""
-        return self.sizes[rank] if rank % self.copies == 0 else 0
-
     def whole(self):
         """The owner's -> all ranks' elements, in order, flat."""
         return torch.cat([m.data.movedim(self.dim, 0).flatten() for m in self.matrices])
 
     def set_whole(self, kind, elements):
-        whole = elements.unflatten(0, (self.shape[self.dim], -1)).movedim(0, self.dim)
+        whole = elements.unflatten(0, (self.shape[self.dim], -1)).movedim(0, self.dim).contiguous()
         for matrix, t in zip(self.matrices, whole.reshape(-1, *self.shape[-2:])):
             setattr(matrix, kind, t)
 
@@ -117,23 +112,19 @@ class WholeMatrices:
             sizes = []  # from each rank, of what is owned here
             for rank, owned in enumerate(self.owned):
                 here = [share.elements(kind) for share in owned]
-                pieces.append([t[:share.given(self.rank)] for t, share in zip(here, owned)])
-                sizes.append([share.given(rank) for share in self.mine])
+                pieces.append([t[:share.sizes[self.rank]] for t, share in zip(here, owned)])
+                sizes.append([share.sizes[rank] for share in self.mine])
             arrived = self.exchange(pieces, sizes)  # by the rank that it comes from, then by share
             for i, share in enumerate(self.mine):
                 share.set_whole(kind, torch.cat(arrived[i::len(self.mine)]))
 
     def __exit__(self, *_):
         """whole on the owner -> sharded"""
-        wholes = []  # of each matrix that is owned here, what ranks have given
-        for share in self.mine:
-            given = [share.given(rank) for rank in range(len(share.sizes))]
-            wholes.append(share.whole().split(given))
+        wholes = [share.whole().split(share.sizes) for share in self.mine]
         pieces = []  # for each rank, of what is owned here
         sizes = []  # from each rank, of what it owns
         for rank, owned in enumerate(self.owned):
-            pieces.append([whole[rank // share.copies * share.copies]
-                           for whole, share in zip(wholes, self.mine)])
+            pieces.append([whole[rank] for whole in wholes])
             sizes.append([share.sizes[self.rank] for share in owned])
         arrived = self.exchange(pieces, sizes)
         for share, elements in zip(chain(*self.owned), arrived):
@@ -185,10 +176,10 @@ def wholes_of_units(units, group, parameters):
 def wholes_of_cuts(ranks, parameters):
     """Of parameters that are cut along a dim, as in tensor_parallel.py.
 
-    ranks: has group, size, copies(p) and cuts, where cuts[p] is (dim, size of the whole along it,
-    ..). See Share: copies
+    ranks: has group, size and cuts, where cuts[p] is (dim, size of the whole along it)
     """
-    return [WholeMatrices({p: share_of_cut(ranks, p, p, p.shape) for p in parameters}, ranks.group)]
+    shares = {p: share_of_cut(ranks, p, p, p.shape) for p in parameters if p in ranks.cuts}
+    return [WholeMatrices(shares, ranks.group)]
 
 
 def wholes_of_units_of_cuts(zeros, ranks, names, parameters):
@@ -214,18 +205,16 @@ def wholes_of_units_of_cuts(zeros, ranks, names, parameters):
 def share_of_cut(ranks, p, part, shape):
     """part: this rank's, which may have padding at its end along dim. shape: its own, when it is
     not empty."""
-    dim, plain_size, *_ = ranks.cuts[p]
-    copies = ranks.holders(p)
+    dim, plain_size = ranks.cuts[p]
     each = shape[dim]
     of_line = math.prod(shape) // each
     whole = list(shape)
     whole[dim] = plain_size
     sizes = []
     for rank in range(ranks.size):
-        first = rank // copies * each
-        lines = range(first, min(first + each, plain_size))
+        lines = range(rank * each, min((rank + 1) * each, plain_size))
         sizes.append(len(lines) * of_line)
-    return Share(part, whole, sizes, dim, copies)
+    return Share(part, whole, sizes, dim)
 
 
 def wholes_of_stacks(parameters):

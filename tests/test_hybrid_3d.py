@@ -68,6 +68,11 @@ def test_equals_one_process(form, world, flags):
         check_dry_runs(report, "hybrid_3d", *PROOF, *flags, ranks=[world - 1])
 
 
+def keys_and_values(args):
+    """-> the numbers in the matrix of k or of v."""
+    return args.kv_heads * args.head_dim * args.width
+
+
 def check_sent(report):
     """Of rank 0: nothing is sent but along an axis, and as much as the docstring says."""
     sent = report["sent"]
@@ -89,6 +94,8 @@ def check_sent(report):
     if len(layers) - 1 in here:
         numbers += (half - 2) * A + 2 * 3 * A // args.width  # f of the head; a token's loss
     on_tp = (args.tp - 1) / args.tp * M * 8 * numbers
+    if args.kv_heads < args.tp:  # gradients of k and v, in fp64, all-reduced
+        on_tp += (args.tp - 1) / args.tp * 2 * 8 * blocks * 2 * keys_and_values(args)
     # with --sp norms and row biases are summed, too, and norms of q and k always
     is_more = args.sp or args.model == "qwen3-toy"
     assert on_tp <= sent["tp"] <= on_tp * (1.15 if is_more else 1)
@@ -206,7 +213,7 @@ def test_64_ranks():
     ("llama", "--tp 2 --sp --experts 4", '"expert": {"tp": "sum", ', '"expert": {'),
     ("gpt2", "--dp 2 --experts 4",  # different experts are summed, like copies of one
      '"replicas": by_expert.movedim(1, -1)', '"replicas": ranks.flatten(1, 2).movedim(1, -1)'),
-    ("gpt2", "--tp 1 --pp 2", '"twins", "ends")', '"twins")'),
+    ("gpt2", "--tp 1 --pp 2", '("tp", "ends")', '("tp",)'),
 ])
 def test_planted_bugs(form, flags, old, new):
     flags = (*FORMS[form], *flags.split(), "--micro", "2")
@@ -553,6 +560,7 @@ def check_two_ties():
 
 def check_asserts():
     refuses("cp 1 x tp 1 are not all 2 ranks", hybrid_3d.Mesh, make_plans("1f1b", 1, 2))
+    refuses("ep 2 does not divide", partial(hybrid_3d.Mesh, ep=2), make_plans("1f1b", 2, 2))
     refuses("experts with tp > 1 want SequenceParallel", next, parallel(tp=2, experts=True))
     for refused in hybrid_3d.Hybrid.state_dict, hybrid_3d.Hybrid.load_state_dict:
         with pytest.raises(RuntimeError, match="load_full_state_dict"):

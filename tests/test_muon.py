@@ -12,7 +12,8 @@ MUON = ("--optimizer", "muon", "--steps", "4")
 ODD = ("--model", "llama-toy", "--kv-heads", "2", "--hidden", "45")  # which no ranks divide
 WAYS = (  # besides those of that relay
     (2, "zero --stage 1 --offload optimizer"), (4, "fsdp --hsdp 2"),
-    (4, "tensor_parallel"),  # two ranks share a head of keys and values
+    (4, "tensor_parallel"),  # two ranks read the same head of keys and values
+    (2, "tensor_parallel --width 96 --hidden 256"),  # here bf16 products depend on strides
     (8, "hybrid_3d --hidden 44 --dp 2 --tp 2 --pp 2 --zero 1 --sp"),
     (4, "hybrid_3d --hidden 44 --dp 2 --tp 2 --pp 1 --sp --experts 4"),
 )

@@ -314,6 +314,10 @@ def refuse_later(stage, model, ours, optimizer, of_model):
     if stage == "3":
         with pytest.raises(RuntimeError, match="before ZeRO3"):
             copy.deepcopy(model)
+        model = Llama(layers=1)
+        model.layers[0].forward = lambda x: (x,)
+        zero.ZeRO3(zero.units_of(model, model.layers))
+        refuses("a Layer returns one tensor", model, ROWS[0])
     else:
         refuses("would not know", model.load_state_dict, model.state_dict())
         copy.deepcopy(model).load_state_dict(model.state_dict())  # an average of weights, say
