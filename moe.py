@@ -216,7 +216,7 @@ class MoE(nn.Module):
     ep        group of the ranks that share out the experts; each brings its own tokens
     shared    a module that every token visits besides, with its gate if it has one, or None
     everyone  group of the ranks whose tokens are balanced together, in a pipeline those with the
-              same stages; None: the world
+              same stages (hybrid_3d.py sets it); None: the world
     alpha     factor of Switch's balancing loss, such as 0.01 (transformers pools its L layers: of
               its router_aux_loss_coef about K/L). Each rank adds its own part, and the model's loss
               does not show it, see balancing_losses. With M micro-batches in a step give alpha/M;
