@@ -53,7 +53,7 @@ from pipeline_parallel import (
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, Cut, RowLinear, TensorParallel, assert_same,
     vocab_parallel_cross_entropy)
-from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, scale_to_norm, units_of
+from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, units_of
 from zero import load_full_state_dict as load_parts
 
 # part 1 alone
@@ -445,7 +445,9 @@ class Hybrid(nn.Module):
         """After sum_gradients: scale the whole gradient to a norm of max_norm at most (0: do not)
         -> its norm before."""
         norm = gradient_norm(self)
-        scale_to_norm([part.grad for part in self.parts], norm, max_norm)
+        if max_norm:
+            finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: then nothing is scaled
+            nn.utils.clip_grads_with_norm_(self.parts, max_norm, finite)  # it reads their grad
         return norm
 
     def step(self, optimizer):
@@ -614,11 +616,8 @@ class ZeRO0(ZeRO1):
     def renew(self, unit):
         pass
 
-    def whole_of(self, chunks):
-        found = {}
-        for unit, chunk in zip(self.units, chunks):
-            found.update(unit.views(chunk.clone()))
-        return found
+    def whole(self, unit, chunk):
+        return unit.views(chunk.clone())
 
 
 LADDER = ZeRO0, ZeRO1, ZeRO2, ZeRO3

@@ -200,7 +200,7 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; of part 1 it takes locate; a model may want CopyToTP)
+# ---- 2. the technique (copy this; of part 1 it takes locate; a model may want CopyToTP, summed)
 
 # What it adds to the idea, and what that buys. Figures are of the toy's step on two ranks.
 #     columns(x, q, k, v): one f         30 calls -> 22, 13.6 MB sent -> 9.5

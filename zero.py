@@ -368,7 +368,9 @@ class ZeRO1:
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
-        scale_to_norm(grads, norm, max_norm)
+        if max_norm:
+            finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: then nothing is scaled
+            nn.utils.clip_grads_with_norm_(self.units, max_norm, finite)  # it reads their grad
         return norm
 
     def step(self, optimizer):
@@ -398,25 +400,16 @@ class ZeRO1:
 
     def full_parameters(self):
         """In masters' dtype, so that nothing is lost: fp32, fp64."""
-        return self.whole_of([unit.masters for unit in self.units])
+        return {p: t for unit in self.units for p, t in self.whole(unit, unit.masters).items()}
 
     def full_gradients(self):
-        return self.whole_of([unit.grad for unit in self.units])
+        return {p: t for unit in self.units for p, t in self.whole(unit, unit.grad).items()}
 
-    def whole_of(self, chunks):
-        found = {}
-        for unit, chunk in zip(self.units, chunks):
-            full = torch.empty_like(unit.full, dtype=chunk.dtype)
-            all_gather(full, chunk.to(full.device), group=self.group)  # sharded -> replicated
-            found.update(unit.views(full))
-        return found
-
-
-def scale_to_norm(grads, norm, max_norm):
-    """grads, whose norm is known, to max_norm at most (0: do not). torch's wants Parameters."""
-    if max_norm and grads:
-        finite = norm.nan_to_num(0, posinf=0)  # inf or nan counts as 0: nothing is scaled
-        torch._foreach_mul_(grads, (max_norm / (finite + 1e-6)).clamp(max=1))
+    def whole(self, unit, chunk):
+        """chunk: masters, grad -> {parameter: whole tensor} of all ranks'."""
+        full = torch.empty_like(unit.full, dtype=chunk.dtype)
+        all_gather(full, chunk.to(full.device), group=self.group)  # sharded -> replicated
+        return unit.views(full)
 
 
 class ZeRO2(ZeRO1):

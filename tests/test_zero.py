@@ -92,7 +92,7 @@ PLANTED = [
     (check_copy, "3", "unit.full[unit.mine] = unit.shard", "pass"),
     (check_copy, "3", "unit.gather(self.group)\n\n    def free", "pass\n\n    def free"),
     (check_copy, "2", "dist.all_reduce(square, group=self.group)  # partial -> replicated\n"
-     "        norm = square.sqrt()\n        scale", "norm = square.sqrt()\n        scale"),
+     "        norm = square.sqrt()\n        if max", "norm = square.sqrt()\n        if max"),
     (check_copy, "1", "dist.broadcast(unit.full, group=group, group_src=0)", "pass"),
     (check_copy, "1 optimizer", "t.data.copy_(state[name])", "pass"),
     (check_copy, "3 optimizer", "part.value.copy_(numbers)", "pass"),
