@@ -275,7 +275,8 @@ def fates(sp, zero):
     return {
         "cut": {"tp": "cut", "data": data},  # matrices, embeddings, biases of ColumnLinears
         "whole": {"tp": whole, "data": data},  # norms, biases of RowLinears
-        "inside": {"tp": "sum", "data": data},  # norms of q and k: each rank has seen its heads
+        # norms of q and k, k and v of few heads: each rank has seen its own heads
+        "inside": {"tp": "sum", "data": data},
         # wants sp: each rank of tp sends the experts its own tokens
         "expert": {"tp": "sum", "replicas": data, "ep": "cut"},
     }

@@ -697,7 +697,8 @@ def assert_same(tensors, group):
 
 class FewHeads(ColumnLinear):
     """k or v of fewer heads than ranks: it stays whole, is used inside, and ranks in a row read the
-    same head. Of Qwen3-235B-A22B (4 heads) each of 8 ranks keeps 394M numbers so, for a head 99M.
+    same head. So each of 8 ranks keeps all of Qwen3-235B-A22B's k and v (4 heads): 394M elements,
+    of which it reads 99M.
     """
 
     dims = {}

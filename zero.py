@@ -374,6 +374,7 @@ class ZeRO1:
         return norm
 
     def step(self, optimizer):
+        """Around what steps in an optimizer's place, such as a loss scaler, call these two."""
         self.begin_step()
         optimizer.step()
         self.end_step()
