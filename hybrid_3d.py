@@ -29,7 +29,7 @@ rank with one stage, not the first or the last, sends in a step, in elements:
     pp    M 2 A; --sp: 1/tp of it
     cp    M L/pp 6 A (cp-1)/tp K/H; not with ulysses
     data  2 P (n-1)/n; ZeRO-2: M + 1 in the place of 2; ZeRO-3: 3 M
-First and last stage send V C/tp more if the embedding is the head of V words; with ZeRO 1/n of it.
+First and last stage send V C/(n tp) more if the embedding is the head of V words.
 
 Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3.2.
 At work: part 4.
@@ -94,8 +94,8 @@ from zero import held
 FATES = {
     "cut": {"tp": "cut", "dp": "sum"},
     "whole": {"tp": "same", "dp": "sum"},  # what cut_by_name has left whole, such as norms
+    "tied": {"tp": "cut", "ends": "sum"},  # the embedding, if it is the head, too
 }
-TIED = {"ends": "sum"}  # besides, if the embedding is the head: a group of first and last stage
 
 
 def make_grid(dp, tp, pp):
@@ -106,11 +106,11 @@ def make_grid(dp, tp, pp):
         "dp": ranks.movedim(1, 2),
         "pp": ranks.movedim(0, 2),
         "back": ranks.movedim(0, 2),  # pp's once more, see IdeaOfPipeline
-        "ends": ranks[sorted({0, pp - 1})].movedim(0, 2),  # the first stage and the last
+        "ends": ranks[sorted({0, pp - 1})].flatten(0, 1).T,  # all copies of first and last stage
     }
     grid = {}
     for axis, of_axis in lines.items():  # each line of the last dim is a group
-        grid[axis], _ = dist.new_subgroups_by_enumeration(of_axis.flatten(0, 1).tolist())
+        grid[axis], _ = dist.new_subgroups_by_enumeration(of_axis.flatten(0, -2).tolist())
     return grid
 
 
@@ -129,9 +129,9 @@ class IdeaOfHybrid:
         self.fate = {}  # {parameter: {axis: what becomes of its gradient}}
         for p in self.stage.parameters():
             kind = "cut" if hasattr(p, "cut") else "whole"  # cut_by_name has marked it
-            self.fate[p] = dict(FATES[kind])
             if sum(p in parameters for parameters in of_stages) > 1:
-                self.fate[p].update(TIED)
+                kind = "tied"
+            self.fate[p] = FATES[kind]
 
     def trained(self):
         return [p for p in self.stage.parameters() if p.requires_grad]
@@ -193,12 +193,12 @@ def run_microbatches(model, x, y, valid):
 # amp_accum_ckpt.py (layer.forward = partial(full, layer.forward) before carve), for cp
 # context_parallel.py, for experts moe.py. This whole file needs them all.
 # What it adds to the idea, on rank 0 of the toy, dp 2 tp 2 pp 2:
-#     a buffer for a layer's gradients    34 all-reduces over dp -> 4, under way while backward
+#     a buffer for a layer's gradients    33 all-reduces over dp -> 3, under way while backward
 #                                         makes the next layer's gradients
 #     one sum of dx for q, k and v        52 all-reduces over tp -> 40 (36, and 4 of positions, cut
-#                                         here); all all-reduces together send 4.4 MB -> 3.6
-#     ZeRO                                peak 6.7 MB -> 5.8 with ZeRO-1: states are cut
-#     --sp                                peak 5.8 MB -> 5.2: norms and residuals are cut
+#                                         here); all all-reduces together send 4.4 MB -> 3.5
+#     ZeRO                                peak 6.7 MB -> 5.7 with ZeRO-1: states are cut
+#     --sp                                peak 5.7 MB -> 5.2: norms and residuals are cut
 #     cp, ep; schedules with W            longer sequences, more experts; smaller bubbles
 
 # Words of the other files:
@@ -222,7 +222,8 @@ class Mesh:
     these four axes there are the groups
 
     data      dp x cp, all ranks with the same parameters and other tokens: the idea's dp
-    ends      the first stage and the last of a pipeline (the group of other stages is None)
+    ends      data of the first stage and of the last together, which share what is tied (the group
+              of other stages is None)
 
     and for experts
 
@@ -244,7 +245,7 @@ class Mesh:
         home = homes(plans)  # {stage: place along pp}
         self.plans = plans
         self.stages = [stage for stage in home if home[stage] == self.place["pp"]]  # of this rank
-        ends = {home[0], home[max(home)]}  # a single place if one rank has both
+        ends = sorted({home[0], home[max(home)]})  # a single place if one rank has both
         lines = {  # along the last dim
             "pp": ranks.movedim(0, -1),
             "dp": ranks.movedim(1, -1),
@@ -254,7 +255,7 @@ class Mesh:
             "replicas": by_expert.movedim(1, -1),
             "ep": by_expert.movedim(2, -1),
             "peers": ranks.flatten(1),
-            "ends": ranks[sorted(ends)].movedim(0, -1),
+            "ends": ranks[ends].flatten(0, 2).T,
         }
         self.size = {axis: of_axis.shape[-1] for axis, of_axis in lines.items()}
         self.group = {}
@@ -315,7 +316,7 @@ def table_of(stages, tp, zero):
                 if len(numbers) > 1:
                     assert numbers == [0, len(stages) - 1], f"{names[p]} is in stages {numbers}"
                     kind += ", tied"
-                    fate = {**fate, "ends": "sum"}
+                    fate = {"tp": fate["tp"], "ends": fate["data"]}  # copies of both stages
                 table.setdefault(p, Row(names[p], kind, fate))
     return table
 
@@ -326,7 +327,65 @@ def alike(fate):
     return [axis for axis, what in fate.items() if what in ("same", "sum")]
 
 
-# ---- 2.3 this rank's part of the model ----
+# ---- 2.3 a step ----
+
+# The way of a gradient, such as that of a norm's weight, with --sp and ZeRO-1:
+#     B of a micro-batch      autograd calls ZeRO's hook, which adds it to its unit's buffer
+#     B of the last one       meanwhile a reduce-scatter over data: part.grad, this rank's part
+#     next action, or end     waits for the sum
+#     sum_gradients           sums over tp, as its fate says; only now over ends what is tied
+#     gradient_norm           of ranks with the same numbers the first one counts them
+#     step                    master.grad; AdamW steps master; an all-gather over data: new weights
+
+
+def train_step(model, optimizer, x, y, valid, clip):
+    """x, y: this copy's rows (B/dp, T), the same on all its ranks; y: the next tokens, or -100.
+    valid: how many targets there are in the whole batch. If each copy knows its own:
+        valid = (y != -100).sum()
+        dist.all_reduce(valid, group=mesh.group["dp"])
+
+    -> this rank's part of the loss, the norm of the whole gradient.
+    """
+    model.zero_grad()
+    loss = model.forward_backward(x, y, valid)
+    sum_gradients(model)
+    norm = model.clip_grad_norm_(clip)
+    model.step(optimizer)
+    return loss, norm
+
+
+def sum_gradients(model):
+    """After forward_backward, which sums over copies all but what is tied: in a pipeline its two
+    stages would wait for each other."""
+    for zero in model.tied:
+        zero.reduce()  # over ends: partial -> sharded
+    gradients = [p.grad for p in model.parts if model.table[p.parameter].fate["tp"] == "sum"]
+    if gradients and model.tp.size > 1:
+        tensor_parallel.sum_over_ranks(gradients, model.tp.group)  # partial -> replicated
+
+
+def gradient_norm(model):
+    """Of the whole model. Of the ranks that hold the same numbers the first one counts them."""
+    p = next(model.parameters())
+    square = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+    counted = []
+    for part in model.parts:
+        axes = alike(model.table[part.parameter].fate)
+        if all(dist.get_rank(model.group[axis]) == 0 for axis in axes):
+            counted.append(part.grad)
+    if counted:
+        square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
+    dist.all_reduce(square)  # over all ranks: partial -> replicated
+    return square.sqrt()
+
+
+def evaluate(model, x, y):
+    """-> this rank's part of the sum of token losses. Whoever calls it calls eval() before."""
+    inputs, loss_of = model.in_microbatches(x, y, 1)
+    return model.pipeline.evaluate(inputs, loss_of) / model.tp.size
+
+
+# ---- 2.4 this rank's part of the model ----
 
 
 class Hybrid(nn.Module):
@@ -357,46 +416,48 @@ class Hybrid(nn.Module):
         self.loss = loss or self.cross_entropy
         self.width = head.weight.shape[1]  # C
         self.cut_of_head = tp.cuts.get(head.weight)  # None: logits are of all words
-        self.group = dict(mesh.group)  # {axis: group}
-        plans = mesh.plans
+        self.group = mesh.group
         here = {stage: stages[stage] for stage in mesh.stages}
         self.stages = nn.ModuleList(here.values())
-        table = table_of(stages, tp, zero)
         mine = set(self.stages.parameters())
+        table = table_of(stages, tp, zero)
         self.table = {p: row for p, row in table.items() if p in mine}  # ties in one order
-        self.know_cuts()
-        self.forget(table.keys() - self.table.keys())  # so that other stages can be freed
-        for module in self.stages.modules():
-            if hasattr(module, "everyone"):  # a MoE
-                module.everyone = self.group["peers"]
-        has_w = any(action.kind == "W" for action in plans[0])
-        if has_w:
-            split_cut_linears(self.stages)
-        self.tied = zeros_of_tied(self.table, self.group, zero, reduce_dtype)
-        zeros_of = {}  # {stage: {axis: its ZeRO}}, without what is tied
-        for number, stage in here.items():
-            zeros_of[number] = zeros_of_stage(
-                stage, self.table, self.group, set(layers), zero, reduce_dtype, has_w)
-        self.zeros = [*self.tied]
-        for of_stage in zeros_of.values():
-            self.zeros += of_stage.values()
+        for p in table.keys() - mine:  # so that other stages can be freed
+            tp.cuts.pop(p, None)
+            tp.inside.discard(p)
+        self.know_experts()
+        p = next(self.parameters())
+        mail = Mail(mesh.plans, (), p.dtype, p.device, mesh.pipelines)  # each batch sets its size
+        self.pipeline = SummingPipeline(here, mail)
+        self.make_zeros(here, set(layers), zero, reduce_dtype)
         self.units = [unit for each in self.zeros for unit in each.units]
         self.parts = [part for each in self.zeros for part in each.parts]
-        p = next(self.parameters())
-        no_size = ()  # each batch sets mail.size, see in_microbatches
-        mail = Mail(plans, no_size, p.dtype, p.device, mesh.pipelines)
-        self.pipeline = SummingPipeline(here, mail, zeros_of)
 
-    def know_cuts(self):
+    def make_zeros(self, here, layers, level, reduce_dtype):
+        """What sums gradients over copies, and cuts what they share."""
+        self.zeros = []
+        tied = [p for p, row in self.table.items() if "ends" in row.fate and p.requires_grad]
+        if tied:
+            units = [(tied, [])]
+            zero = LADDER[min(level, 1)](units, self.group["ends"], reduce_dtype=reduce_dtype)
+            zero.sync = False  # backwards only add to it: it is summed once, in sum_gradients
+            self.zeros.append(zero)
+        self.tied = [*self.zeros]
+        has_w = bool(self.pipeline.split)
+        for number, stage in here.items():
+            zeros = self.pipeline.zeros_of[number] = {}
+            for axis, units in units_of_stage(stage, self.table, layers, level, has_w).items():
+                zeros[axis] = LADDER[level](units, self.group[axis], reduce_dtype=reduce_dtype)
+            self.zeros += zeros.values()
+
+    def know_experts(self):
         self.ep = TensorParallel(self.group["ep"])  # cuts stacks of experts, as tp cuts matrices
         for p, row in self.table.items():
             if row.kind == "expert":
                 self.ep.cuts[p] = Cut(0, len(p) * self.ep.size)
-
-    def forget(self, elsewhere):
-        for p in elsewhere:
-            self.tp.cuts.pop(p, None)
-            self.tp.inside.discard(p)
+        for module in self.stages.modules():
+            if hasattr(module, "everyone"):  # a MoE
+                module.everyone = self.group["peers"]
 
     def in_microbatches(self, x, y, valid):
         """-> what Pipeline.step takes: inputs, and what makes a micro-batch's part of the loss."""
@@ -510,92 +571,6 @@ class Hybrid(nn.Module):
         return text_of(rows, axes)
 
 
-def guard(stages, mesh, tp, layers, head, zero, ring):
-    assert tp.size == mesh.size["tp"], "tp: of mesh.group['tp']"
-    assert (ring is None) == (mesh.size["cp"] == 1), "ring: where the mesh has cp, there alone"
-    known = {module for stage in stages for module in stage.modules()}
-    assert known.issuperset(layers), "layers: modules of the stages, each of them a unit"
-    alternates = mesh.plans == make_plans("1f1b", 1, len(mesh.plans[0]) // 2)
-    assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
-    assert tp.size == 1 or not tp.cuts_x or head.weight in tp.cuts, (
-        "a head that is not cut would see T/tp tokens: take TensorParallel")
-
-
-# ---- 2.4 a step ----
-
-# The way of a gradient, such as that of a norm's weight, with --sp and ZeRO-1:
-#     B of a micro-batch      autograd calls ZeRO's hook, which adds it to its unit's buffer
-#     B of the last one       meanwhile a reduce-scatter over data: part.grad, this rank's part
-#     next action, or end     waits for the sum
-#     sum_gradients           sums over tp, and what is tied over data and ends, as its fate says
-#     gradient_norm           of ranks with the same numbers the first one counts them
-#     step                    master.grad; AdamW steps master; an all-gather over data: new weights
-
-
-def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: this copy's rows (B/dp, T), the same on all its ranks; y: the next tokens, or -100.
-    valid: how many targets there are in the whole batch. If each copy knows its own:
-        valid = (y != -100).sum()
-        dist.all_reduce(valid, group=mesh.group["dp"])
-
-    -> this rank's part of the loss, the norm of the whole gradient.
-    """
-    model.zero_grad()
-    loss = model.forward_backward(x, y, valid)
-    sum_gradients(model)
-    norm = model.clip_grad_norm_(clip)
-    model.step(optimizer)
-    return loss, norm
-
-
-def sum_gradients(model):
-    """Sums this rank's parts over the other axes: over copies the pipeline has summed all but what
-    is tied, to which backwards of two stages have only added."""
-    for zero in model.tied:
-        zero.reduce()  # partial -> sharded
-    of_parts = [(model.table[part.parameter].fate, part.grad) for part in model.parts]
-    for axis in ("tp", "ends"):
-        gradients = [gradient for fate, gradient in of_parts if fate.get(axis) == "sum"]
-        if gradients and model.group[axis].size() > 1:
-            # partial -> replicated
-            tensor_parallel.sum_over_ranks(gradients, model.group[axis])
-
-
-def gradient_norm(model):
-    """Of the whole model. Of the ranks that hold the same numbers the first one counts them."""
-    p = next(model.parameters())
-    square = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-    counted = []
-    for part in model.parts:
-        axes = alike(model.table[part.parameter].fate)
-        if all(dist.get_rank(model.group[axis]) == 0 for axis in axes):
-            counted.append(part.grad)
-    if counted:
-        square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
-    dist.all_reduce(square)  # over all ranks: partial -> replicated
-    return square.sqrt()
-
-
-def assert_alike(model, x, y):
-    """Once, after the first train_step, with its x and y: raises if the ranks of a copy have got
-    different rows, or if ranks of tp have different gradients of what is the same on all (with
-    SequenceParallel nothing is). Then the plan lacks an `inside`, or dropout differed."""
-    same = {"x": x.double(), "y": y.double()}
-    for axis in ("pp", "cp"):
-        assert_same(same, model.group[axis])
-    for part in model.parts:
-        row = model.table[part.parameter]
-        if row.fate["tp"] == "same":
-            same[row.name] = part.grad
-    assert_same(same, model.group["tp"])
-
-
-def evaluate(model, x, y):
-    """-> this rank's part of the sum of token losses. Whoever calls it calls eval() before."""
-    inputs, loss_of = model.in_microbatches(x, y, 1)
-    return model.pipeline.evaluate(inputs, loss_of) / model.tp.size
-
-
 # ---- 2.5 how copies sum, under backward ----
 
 
@@ -624,38 +599,22 @@ class ZeRO0(ZeRO1):
 LADDER = ZeRO0, ZeRO1, ZeRO2, ZeRO3
 
 
-def zeros_of_stage(stage, table, group, layers, level, reduce_dtype, has_w):
-    """-> {axis: a ZeRO}: over data one of what this stage alone has; over replicas one of its
-    experts.
+def units_of_stage(stage, table, layers, level, has_w):
+    """-> {axis: units}: over data what this stage alone has, over replicas its experts.
 
     layers: the parameters of each are a unit. level: Hybrid's `zero`. has_w: are there Ws?
     """
-    zeros = {}
+    found = {}
     own = [module for module in stage.modules() if module in layers]
     for axis in ("data", "replicas"):
-        units = []
-        for parameters, sites in units_of(stage, own):
-            copied = [p for p in parameters if axis in table[p].fate]
-            units.append(([p for p in copied if "ends" not in table[p].fate], sites))
+        units = [([p for p in parameters if axis in table[p].fate], sites)
+                 for parameters, sites in units_of(stage, own)]
         if has_w and level == 2:
             units = vectors_apart(units)
         units = [unit for unit in units if unit[0]]
         if units:
-            zeros[axis] = LADDER[level](units, group[axis], reduce_dtype=reduce_dtype)
-    return zeros
-
-
-def zeros_of_tied(table, group, level, reduce_dtype):
-    """-> [a ZeRO of what is tied], or []: see sum_gradients"""
-    tied = [p for p, row in table.items() if "ends" in row.fate and p.requires_grad]
-    for p in tied:
-        p.data = p.data.contiguous()  # a broadcast sends memory, whatever the strides
-        dist.broadcast(p.data, group=group["ends"], group_src=0)  # the first stage's -> both's
-    if not tied:
-        return []
-    zero = LADDER[min(level, 1)]([(tied, [])], group["data"], reduce_dtype=reduce_dtype)
-    zero.sync = False  # backwards only add to it: it is summed once a step, in sum_gradients
-    return [zero]
+            found[axis] = units
+    return found
 
 
 class SummingPipeline(SplitPipeline):
@@ -666,14 +625,14 @@ class SummingPipeline(SplitPipeline):
 
     B makes norms' and experts' gradients, W those of Linears: experts are summed in B, a unit with
     Linears in W.
-
-    zeros_of: {stage: {axis: ZeRO}}
     """
 
-    def __init__(self, modules, mail, zeros_of):
+    def __init__(self, modules, mail):
         super().__init__(modules, mail)
-        self.zeros_of = zeros_of
+        self.zeros_of = {}  # {stage: {axis: ZeRO}}, without what is tied; Hybrid fills it
         self.ending = []  # ZeROs whose last sum is under way
+        if self.split:
+            split_cut_linears(nn.ModuleList(modules.values()))
 
     def step(self, inputs, loss_of):
         loss = super().step(inputs, loss_of)
@@ -737,18 +696,46 @@ def vectors_apart(units):
     return apart
 
 
-# ---- 2.7 what print(hybrid) shows ----
+# ---- 2.7 mistakes that nobody would see ----
+
+
+def guard(stages, mesh, tp, layers, head, zero, ring):
+    assert tp.size == mesh.size["tp"], "tp: of mesh.group['tp']"
+    assert (ring is None) == (mesh.size["cp"] == 1), "ring: where the mesh has cp, there alone"
+    known = {module for stage in stages for module in stage.modules()}
+    assert known.issuperset(layers), "layers: modules of the stages, each of them a unit"
+    alternates = mesh.plans == make_plans("1f1b", 1, len(mesh.plans[0]) // 2)
+    assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
+    assert tp.size == 1 or not tp.cuts_x or head.weight in tp.cuts, (
+        "a head that is not cut would see T/tp tokens: take TensorParallel")
+
+
+def assert_alike(model, x, y):
+    """Once, after the first train_step, with its x and y: raises if the ranks of a copy have got
+    different rows, or if ranks of tp have different gradients of what is the same on all (with
+    SequenceParallel nothing is). Then the plan lacks an `inside`, or dropout differed."""
+    same = {"x": x.double(), "y": y.double()}
+    for axis in ("pp", "cp"):
+        assert_same(same, model.group[axis])
+    for part in model.parts:
+        row = model.table[part.parameter]
+        if row.fate["tp"] == "same":
+            same[row.name] = part.grad
+    assert_same(same, model.group["tp"])
+
+
+# ---- 2.8 what print(hybrid) shows ----
 
 
 def text_of(rows, axes):
     """The table of gradients: a line for each name, in which a layer's number is a *. Such as, of a
     tied Qwen3 with ZeRO:
 
-    gradient of                  kind       tp    data     ends  counted in the norm by
-    tok.weight                   cut, tied  cut   scatter  sum   first of ends
-    blocks.*.norm1.weight        whole      same  scatter  -     first of tp
-    blocks.*.attn.q.weight       cut        cut   scatter  -     each its own
-    blocks.*.attn.q_norm.weight  inside     sum   scatter  -     first of tp
+    gradient of                  kind       tp    data     ends     counted in the norm by
+    tok.weight                   cut, tied  cut   -        scatter  each its own
+    blocks.*.norm1.weight        whole      same  scatter  -        first of tp
+    blocks.*.attn.q.weight       cut        cut   scatter  -        each its own
+    blocks.*.attn.q_norm.weight  inside     sum   scatter  -        first of tp
     """
     lines = {}  # {line: None}: each once, in order
     for row in rows:
@@ -881,6 +868,9 @@ class AtWork(nn.Module):
                 stage.register_forward_hook(lambda module, inputs, logits: logits.to_local())
             if is_tied and (number == 0 or is_last):
                 self.tied = stage.tok.weight if number == 0 else stage.head.weight
+        if is_tied:
+            pairs = self.device_mesh.mesh[[0, -1]].flatten(1).T.tolist()  # first stage's, last's
+            self.ends, _ = dist.new_subgroups_by_enumeration(pairs)
         self.schedule = pipeline_parallel.schedule_at_work(
             args.schedule, here, mesh.plans, boundary, logits, self.loss_of, mesh.group["pp"])
 
@@ -932,7 +922,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
             p.grad = p.grad.redistribute(placements=p.placements)
     if model.tied is not None and model.tied.requires_grad:
         # partial -> replicated
-        dist.all_reduce(local(model.tied.grad), group=model.mesh.group["ends"])
+        dist.all_reduce(local(model.tied.grad), group=model.ends)
     # the tied one counts on the first stage only
     is_first = model.mesh.place["pp"] == 0
     counted = [p.grad for p in trained_here if is_first or p is not model.tied]
@@ -1092,14 +1082,7 @@ def sources(args, device, ring):
     return found
 
 
-def set_up(run, impl, mesh, grid, layers, ring):
-    """-> a Side: what the run steps, judges and saves, see harness/run.py."""
-    plain = run.build()
-    if impl == "idea":
-        return set_up_idea(run, plain, grid, layers)
-    if impl == "torch":
-        return set_up_at_work(run, plain, mesh, layers)
-    return set_up_ours(run, plain, mesh, layers, ring)
+# Each of these returns a Side: what the run steps, judges and saves, see harness/run.py.
 
 
 def set_up_ours(run, plain, mesh, layers, ring):
@@ -1137,7 +1120,7 @@ def set_up_at_work(run, plain, mesh, layers):
                     full_gradients=model.full_gradients)
 
 
-def set_up_idea(run, plain, grid, layers):
+def set_up_idea(run, plain, mesh, layers, grid):
     args = run.args
     boundary = plain.tok.weight.new_empty(args.batch // args.dp // args.micro, args.seq, args.width)
     tp = TensorParallel(grid["tp"])
@@ -1196,14 +1179,16 @@ def main():
     ring = context_parallel.KINDS[args.attn](mesh.group["cp"]) if args.cp > 1 else None
     if args.experts:
         run.build_plain = partial(build_mixture, ring=ring)
-    grid = make_grid(args.dp, args.tp, args.pp) if "idea" in run.impls else None
-    if run.dry and args.experts:
         tokens = args.batch // args.dp // args.micro * (args.seq // args.cp) // args.tp
         moe.expect_balanced(args, tokens, mesh.group["ep"])
-        moe.read_counts = moe.balanced_counts
+        if run.dry:
+            moe.read_counts = moe.balanced_counts
     pipeline_parallel.refuse_shared_gpus(run, args.pp, require)
+    grid = make_grid(args.dp, args.tp, args.pp) if "idea" in run.impls else None
+    set_up = {"scratch": partial(set_up_ours, ring=ring), "torch": set_up_at_work,
+              "idea": partial(set_up_idea, grid=grid)}
     with run:
-        sides = {impl: set_up(run, impl, mesh, grid, layers, ring) for impl in run.impls}
+        sides = {impl: set_up[impl](run, run.build(), mesh, layers) for impl in run.impls}
         picture(run, plans, layers)
         run.train(sides, rows=share(args.batch, args.dp, mesh.place["dp"]))
         model = sides[run.impls[0]].model
