@@ -116,7 +116,7 @@ class IdeaOfUnit(nn.Module):
 
 
 def shard_blocks(model, blocks, group=None):
-    """blocks: the model's nn.ModuleList -> the model as a unit, whose blocks are units, too."""
+    """The model as a unit, its blocks too: each trains something. What is frozen must be alike."""
     rest = set(model.parameters()) - set(blocks.parameters())  # embeddings, last norm, head
     for i, block in enumerate(blocks):
         blocks[i] = IdeaOfUnit(block, set(block.parameters()), group)
@@ -322,7 +322,7 @@ class FSDP(nn.Module):
                  home=None, fill=Unit.begin_alike):
         super().__init__()
         sharded = [block for block in blocks if trained(block)]  # the others stay whole
-        guard(module)
+        guard(module, group, replicas)
         self.module = module
         self.group = group
         self.reshard = reshard
@@ -586,7 +586,8 @@ def from_meta(module, device, init):
 # -- mistakes that nobody would see
 
 
-def guard(module):
+def guard(module, group, replicas):
+    assert replicas is None or group is not None, "replicas wants a group: the ranks of one copy"
     assert not any(hasattr(m, "is_of_experts") for m in module.modules()), (
         "ranks have different experts: take hybrid_3d.py")
     known = any(hasattr(p, "is_sharded") for p in module.parameters())

@@ -140,7 +140,7 @@ class IdeaOfMoE(PlainMoE):
         rows = AllToAll.apply(tokens[token], send, receive, self.ep)  # tokens' ranks -> experts'
         answers = []
         for arrived, sizes in zip(rows.split(receive), from_ranks):
-            for expert, piece in zip(self.experts, arrived.split(sizes)):
+            for expert, piece in zip(self.experts, arrived.split(sizes), strict=True):
                 answers.append(expert(piece))
         answers = AllToAll.apply(torch.cat(answers), receive, send, self.ep)  # experts' -> tokens'
         gated = gates.flatten()[order, None] * answers

@@ -73,9 +73,9 @@ def idea_plan(microbatches, warmup):
 class IdeaOfPipeline(NamedTuple):
     """What a rank of the pipeline has."""
 
-    stage: nn.Module  # its layers, from tensor to tensor
+    stage: nn.Module  # its layers, from tensor to tensor; all of them are trained
     shared: dict  # {parameter that another rank has, too (a tied embedding): group of the two}
-    boundary: torch.Tensor  # one like those that go from rank to rank
+    boundary: torch.Tensor  # one of the size and dtype of those that go from rank to rank
     pp: dist.ProcessGroup  # the pipeline's ranks, in order
     back: dist.ProcessGroup  # the same ranks: in one NCCL group sends would wait for receives
 
@@ -126,7 +126,7 @@ def idea_step(model, optimizer, x, y, valid, clip, plan):
     for p, group in model.shared.items():
         dist.all_reduce(p.grad, group=group)  # partial (a summand each) -> replicated (the sum)
     counted = [p.grad for p in model.stage.parameters()
-               if p not in model.shared or model.pp.rank() == 0]  # a shared one counts once
+               if p not in model.shared or model.shared[p].rank() == 0]  # a shared one counts once
     square = nn.utils.get_total_norm(counted).square()
     dist.all_reduce(square, group=model.pp)  # partial -> replicated
     norm = square.sqrt()
@@ -142,7 +142,7 @@ def idea_step(model, optimizer, x, y, valid, clip, plan):
 #                     begins receives early: tensors travel while the rank is at work
 #     Stages, Chain   a model's own forward, cut; all dtypes; frozen layers; dp x pp
 #     W by itself     fills waiting time, and keeps more for it: rank 1's peak, 1f1b -> zb-h1,
-#                     9.72 -> 12.21 MB
+#                     9.78 -> 12.27 MB
 #     schedules       several stages a rank: less waiting, as in the table above
 # Calls and bytes sent stay those of the idea wherever a rank has one stage.
 
@@ -240,8 +240,6 @@ class Pipeline:
 
 # ---- 2.3 mail: tensors between stages ----
 
-WAY = {"F": 1, "B": -1}  # outputs go to the next stage, gradients of inputs to the one before
-
 
 class Mail:
     """Brings each tensor from the action that makes it to the one that takes it.
@@ -272,11 +270,13 @@ class Mail:
         self.last = max(self.home)  # the last stage
         # {action: its number in its rank's plan}
         self.turn = {action: i for plan in plans for i, action in enumerate(plan)}
-        # {F or B: the same in the stage beside, if there is one}; a W makes no tensor
-        beside = {action: action._replace(stage=action.stage + WAY[action.kind])
-                  for action in self.turn if action.kind in WAY}
-        # {maker: the action that takes its tensor}
-        self.taker = {maker: taker for maker, taker in beside.items() if taker in self.turn}
+        self.taker = {}  # {maker: the action that takes its tensor}; a W makes none
+        for action in self.turn:
+            kind, m, stage = action
+            if kind == "F" and stage < self.last:
+                self.taker[action] = Action("F", m, stage + 1)  # its output
+            if kind == "B" and stage > 0:
+                self.taker[action] = Action("B", m, stage - 1)  # its input's gradient
         self.maker = {taker: maker for maker, taker in self.taker.items()}
         self.coming = deque()  # makers on other ranks; receives of their tensors are yet to begin
         self.inbox = {}  # {maker: (tensor, Work of its receive; None: it was made here)}
@@ -391,18 +391,8 @@ class Stages(nn.ModuleList):
         names = names_of(whole)
         self.names = {p: names[p] for _, p in super().named_parameters()}  # of this rank's alone
         self.shared = {}  # {parameter that other ranks have, too: the group of its ranks}
-        places = defaultdict(set)  # {parameter: its places in a pipeline}
-        for stage, module in enumerate(whole):
-            for part in module.modules():
-                differs = hasattr(part, "tp") or hasattr(part, "is_of_experts")
-                assert len(mail.pipelines) == 1 or not differs, (
-                    "ranks may have different pieces, or different experts: take hybrid_3d.py")
-            for p in module.parameters():
-                places[p].add(home[stage])
         new_group = cache(dist.new_group)  # one group for the same ranks
-        for p in places:
-            # those that have p, of all pipelines
-            ranks = tuple(each[place] for each in mail.pipelines for place in sorted(places[p]))
+        for p, ranks in ranks_of(whole, mail).items():
             if len(ranks) > 1:
                 group = new_group(ranks)  # every rank makes it
                 if dist.get_rank() in ranks:
@@ -445,6 +435,20 @@ class Stages(nn.ModuleList):
         return norm
 
 
+def ranks_of(whole, mail):
+    """-> {parameter: the ranks that have it, of all pipelines}"""
+    places = defaultdict(set)  # {parameter: its places in a pipeline}
+    for stage, module in enumerate(whole):
+        for part in module.modules():
+            differs = hasattr(part, "tp") or hasattr(part, "is_of_experts")
+            assert len(mail.pipelines) == 1 or not differs, (
+                "ranks may have different pieces, or different experts: take hybrid_3d.py")
+        for p in module.parameters():
+            places[p].add(mail.home[stage])
+    return {p: tuple(ranks[place] for ranks in mail.pipelines for place in sorted(places[p]))
+            for p in places}
+
+
 def names_of(stages):
     """All stages of a model -> {parameter: its name in the first stage that has it}"""
     names = {}
@@ -455,22 +459,6 @@ def names_of(stages):
                 f"two stages have a {name}: a state_dict would lose one; take slices, or carve")
             names.setdefault(p, name)
     return names
-
-
-class HandsOn(nn.Module):
-    """What a stage has in the place of a layer, norm, head or token embedding: it hands on x. In
-    the place of learned positions, whose input is integers, it is 0, which the model adds to x.
-    old: what was there; a forward may read its words and numbers (transformers' attention_type)"""
-
-    def __init__(self, old=None):
-        super().__init__()
-        known = {} if old is None else vars(getattr(old, "_orig_mod", old))  # if it is compiled
-        for name, value in known.items():
-            if value is None or isinstance(value, (str, int, float)):
-                vars(self)[name] = value
-
-    def forward(self, x, *others, **keywords):
-        return x if x.is_floating_point() else torch.zeros((), device=x.device)
 
 
 class Chain(NamedTuple):
@@ -486,7 +474,6 @@ class Chain(NamedTuple):
     first    of the first stage alone: the token embedding, positions, their dropout and norm
     layers   an nn.ModuleList
     last     of the last stage alone: the norm and, at the end, the Linear of the logits
-    absent   of first and last those that are None on other stages: the forward has an `if` for that
     call     call(forward, x) -> a tensor: how the model's forward, or a stage's, is called, such as
              under autocast: then a loss of one's own has to make fp32 of logits
     """
@@ -494,7 +481,6 @@ class Chain(NamedTuple):
     first: list
     layers: str
     last: list
-    absent: tuple = ()
     call: Callable = lambda forward, x: forward(x)
 
 
@@ -526,7 +512,7 @@ def carve(model, chain, layers):
         stage = shallow(model)
         for name in home:
             if home[name] != number:
-                exchange(stage, name, name in chain.absent)
+                exchange(stage, name)
         stage.forward = partial(chain.call, stage.forward)
         stages.append(stage)
     return stages
@@ -542,16 +528,31 @@ def shallow(module):
     return twin
 
 
-def exchange(module, name, absent):
-    """Puts a HandsOn, or None, in the place of module.name, and leaves what shares submodules as it
-    is."""
+def exchange(module, name):
+    """Puts a HandsOn in the place of module.name, and leaves what shares submodules as it is."""
     *path, last = name.split(".")
     for step in path:
         module._modules[step] = shallow(module._modules[step])
         module = module._modules[step]
     is_module = last in module._modules or getattr(module, last, 0) is None
     assert is_module, f"{name} is no module: every stage would run it"
-    module._modules[last] = None if absent else HandsOn(module._modules.get(last))
+    module._modules[last] = HandsOn(module._modules.get(last))
+
+
+class HandsOn(nn.Module):
+    """What a stage has in the place of a layer, norm, head or token embedding: it hands on x. In
+    the place of learned positions, whose input is integers, it is 0, which the model adds to x.
+    old: what was there; a forward may read its words and numbers (transformers' attention_type)"""
+
+    def __init__(self, old=None):
+        super().__init__()
+        known = {} if old is None else vars(getattr(old, "_orig_mod", old))  # if it is compiled
+        for name, value in known.items():
+            if value is None or isinstance(value, (str, int, float)):
+                vars(self)[name] = value
+
+    def forward(self, x, *others, **keywords):
+        return x if x.is_floating_point() else torch.zeros((), device=x.device)
 
 
 def full_state_dict(stages, group=None):
@@ -826,7 +827,7 @@ def make_plans(name, ranks, microbatches, chunks=2):
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
 
-CHAIN = Chain(first=["tok", "pos"], layers="blocks", last=["norm", "head"], absent=("pos",))
+CHAIN = Chain(first=["tok", "pos"], layers="blocks", last=["norm", "head"])
 
 
 def chunks_of(name, chunks):
@@ -844,14 +845,13 @@ def split_layers(count, stages):
     return [len(share(count, stages, stage)) for stage in range(stages)]
 
 
-def parallelize(model, plans, layers, size, dtype, device, kind=SplitPipeline):
-    """The plain GPT -> this rank's Stages, and the Pipeline that plays its plan.
+def parallelize(model, plans, layers, size, dtype, device):
+    """The plain GPT -> this rank's Stages, and the Mail between them and other ranks'.
 
     layers: how many each stage gets. size, dtype, device: of what goes from stage to stage.
     """
     mail = Mail(plans, size, dtype, device)
-    stages = Stages(carve(model, CHAIN, layers), mail)
-    return stages, kind(stages.here, mail)
+    return Stages(carve(model, CHAIN, layers), mail), mail
 
 
 def parallelize_idea(stages, plans, size, dtype, device):
@@ -1050,13 +1050,15 @@ def set_up(run, impl, plans, layers):
 
     args = run.args
     boundary = (args.batch // args.micro, run.cfg.seq, run.cfg.width), run.dtype, run.device
-    plain = run.build()
-    kind = Pipeline if impl == "torch" else SplitPipeline  # torch splits its Bs by itself
-    stages, pipeline = parallelize(plain, plans, layers, *boundary, kind)
+    stages, mail = parallelize(run.build(), plans, layers, *boundary)
     named = list(stages.named_parameters())
     optimizer = run.optimizer(named)
     if args.schedule == "pipedream":
-        pipeline = PipeDream(stages, pipeline.mail, optimizer, args.clip or math.inf)
+        pipeline = PipeDream(stages, mail, optimizer, args.clip or math.inf)
+    elif impl == "torch":
+        pipeline = Pipeline(stages.here, mail)  # evaluates alone; torch splits its Bs by itself
+    else:
+        pipeline = SplitPipeline(stages.here, mail)
     model = stages
     step = partial(train_step, pipeline)
     if impl == "idea":

@@ -66,7 +66,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 class IdeaOfZeRO1:
     """An all-reduce is a reduce-scatter and an all-gather. Between the two a rank has the sum of
-    one chunk: if it steps that chunk alone, it needs 1/n of the optimizer's states.
+    one chunk: if it steps that alone, it needs 1/n of AdamW's states. What is frozen must be alike.
 
     full      p0 | p1 | p2 | padding    all trained parameters, end to end: they are views of it
     buffer    g0 | g1 | g2 | padding    their gradients likewise
@@ -242,7 +242,8 @@ class ZeRO1:
 
     Call reduce() after every backward. In stage 1 one sum is enough for the M micro-batches of a
     step: set sync = False before all backwards but the last, and do not call reduce() after these.
-    Stages 2 and 3 leave sync True: else buffers would stay, with whole gradients.
+    Stages 2 and 3 leave sync True: else buffers would stay, with whole gradients. There all ranks
+    have as many backwards in a step.
 
     Ranks begin with the first one's trained parameters; what is frozen, and buffers, must agree.
     Weights that are loaded later go through load_full_state_dict, else masters would not know.

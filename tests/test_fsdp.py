@@ -266,6 +266,7 @@ def check_other_calls():
     inner = copy.deepcopy(plain)
     model = FSDP(inner, inner.layers)
     refuses("in an FSDP already", FSDP, inner, inner.layers)
+    refuses("replicas wants a group", FSDP, llama(), [], replicas=dist.group.WORLD)
     refuses("all parameters are frozen", FSDP, llama().requires_grad_(False), [])
     with torch.no_grad():
         compare(inner(ROWS[0])["logits"], plain(ROWS[0])["logits"])

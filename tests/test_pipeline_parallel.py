@@ -368,7 +368,7 @@ def test_the_idea_equals_one_process(world):
 
 PLANTED = [  # a check, the schedule that shows the bug, what stands in the place of what
     (check_idea, "1f1b", "dist.all_reduce(p.grad, group=group)  # partial (", "pass  # ("),
-    (check_idea, "1f1b", "if p not in model.shared or model.pp.rank() == 0]", "]"),
+    (check_idea, "1f1b", "if p not in model.shared or model.shared[p].rank() == 0]", "]"),
     (check_idea, "1f1b", "    dist.all_reduce(square, group=model.pp)", "    pass"),
     (check_idea, "1f1b", "loss += y.detach()", "loss = y.detach()"),
     (check_idea, "1f1b", "    optimizer.zero_grad()\n", ""),
