@@ -680,10 +680,9 @@ def split_cut_linears(stages):
     cut one calls its multiply."""
     for module in stages.modules():
         if isinstance(module, ColumnLinear):
-            module.multiply = partial(split_columns, module.tp)
+            module.multiply = split_columns
         if isinstance(module, RowLinear):
-            # it adds its bias by itself, after the sum
-            module.multiply = partial(split_linear, weight=module.weight, bias=None)
+            module.multiply = partial(split_linear, bias=None)  # it adds its bias after the sum
 
 
 def vectors_apart(units):

@@ -365,16 +365,13 @@ class ColumnLinear(CutModule):
     """f, and a Linear cut by columns: x -> (.., T, out/tp)."""
 
     dims = {"weight": 0, "bias": 0}
+    multiply = staticmethod(ColumnParallel.apply)  # hybrid_3d.py has another
 
     def forward(self, x):
         return columns(x, self)[0]
 
     def operands(self):
         return [self.weight, self.bias]
-
-    def multiply(self, x, *parameters):  # hybrid_3d.py has another
-        """parameters: of this Linear, and of those with which it shares an f."""
-        return ColumnParallel.apply(self.tp, x, *parameters)
 
 
 def columns(x, *linears):
@@ -386,20 +383,19 @@ def columns(x, *linears):
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         operands = [None if t is None else t.to(dtype) for t in operands]
-    return linears[0].multiply(*operands)
+    return linears[0].multiply(linears[0].tp, *operands)
 
 
 class RowLinear(CutModule):
     """A Linear cut by rows, and g: (.., T, in/tp) -> x. The bias is whole, and added to the sum."""
 
     dims = {"weight": 1}
+    multiply = staticmethod(F.linear)  # hybrid_3d.py has another
 
     def forward(self, y):
-        x = ToOutside.apply(self.multiply(y), self.tp)  # partial -> replicated or sharded(T)
+        summand = self.multiply(y, self.weight)
+        x = ToOutside.apply(summand, self.tp)  # partial -> replicated or sharded(T)
         return x if self.bias is None else x + self.bias.to(x.dtype)
-
-    def multiply(self, y):  # hybrid_3d.py has another
-        return F.linear(y, self.weight)
 
 
 class VocabEmbedding(CutModule):

@@ -338,8 +338,8 @@ BUGS_IN_THE_IDEA = [
 ]
 BUGS = [  # and where they show, if not in check_bug's usual case
     ("ctx.tp.reduce(summand)", "(lambda: summand)"),  # f
-    ("x = ToOutside.apply(self.multiply(y), self.tp)", "x = self.multiply(y)"),  # g
-    ("return F.linear(y, self.weight)", "return F.linear(y, self.weight, self.bias)"),
+    ("x = ToOutside.apply(summand, self.tp)", "x = summand"),  # g
+    ("self.multiply(y, self.weight)", "self.multiply(y, self.weight, self.bias)"),
     (".masked_fill(~here.unsqueeze(-1), 0)  # (.., T, C)", ""),
     ("else dy.sum(0))", "else 0 * dy.sum(0))"),
     ("logits[:, :words].logsumexp(1)", "logits.logsumexp(1)"),
