@@ -147,8 +147,6 @@ class Unit:
     """
 
     def __init__(self, parameters, sites, ranks, rank, reduce_dtype):
-        assert len({p.dtype for p in parameters}) == 1, (
-            "a unit of several dtypes: ZeRO1 and ZeRO2 can have one for each")
         self.sites = sites  # the modules whose forwards read the parameters
         self.shapes = {p: p.shape for p in parameters}  # in order; in ZeRO3 p is empty at times
         self.spans = {}  # {parameter: where it lies in full and in buffer}
@@ -299,10 +297,7 @@ class ZeRO1:
 
     def ready(self, unit, p):
         """Autograd's call when p's gradient is complete: once in a backward, also if p is tied."""
-        assert unit in self.pending, "it is summed already: call reduce() after each backward"
-        assert self.now != "stepped", "a gradient of the step before: call zero.zero_grad()"
-        assert p.untyped_storage() is unit.full.untyped_storage(), (
-            "a parameter has other memory: cast, move and load the model before ZeRO")
+        refuse_gradient(self, unit, p)
         unit.make_buffer()
         unit.buffer[unit.spans[p]].add_(p.grad.flatten())
         p.grad = None
@@ -590,11 +585,20 @@ def load_full_state_dict(model, zero, state):
 
 def guard(parameters, sites):
     for p in parameters:
+        assert p.dtype == parameters[0].dtype, (
+            "a unit of several dtypes: ZeRO1 and ZeRO2 can have one for each")
         known = hasattr(p, "stepped_by")
         assert not known, "parameters of two units, or of another ZeRO: make the model anew"
         p.stepped_by = None  # for refuse_step: no optimizer steps it
     for site in sites:
         site.register_load_state_dict_pre_hook(refuse_load)
+
+
+def refuse_gradient(zero, unit, p):
+    assert unit in zero.pending, "it is summed already: call reduce() after each backward"
+    assert zero.now != "stepped", "a gradient of the step before: call zero.zero_grad()"
+    assert p.untyped_storage() is unit.full.untyped_storage(), (
+        "a parameter has other memory: cast, move and load the model before ZeRO")
 
 
 def refuse_step(optimizer, *_):
