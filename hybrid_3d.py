@@ -335,7 +335,7 @@ def alike(fate):
 #     next action, or end     waits for the sum
 #     sum_gradients           sums over tp, as its fate says; only now over ends what is tied
 #     gradient_norm           of ranks with the same numbers the first one counts them
-#     step                    master.grad; AdamW steps master; an all-gather over data: new weights
+#     begin_step .. end_step  master.grad; AdamW steps master; an all-gather over data: new weights
 
 
 def train_step(model, optimizer, x, y, valid, clip):
@@ -344,19 +344,28 @@ def train_step(model, optimizer, x, y, valid, clip):
         valid = (y != -100).sum()
         dist.all_reduce(valid, group=mesh.group["dp"])
 
-    -> this rank's part of the loss, the norm of the whole gradient.
+    clip: the largest norm (0: any) -> this rank's part of the loss, the norm of the whole gradient.
     """
-    model.zero_grad()
-    loss = model.forward_backward(x, y, valid)
+    for zero in model.zeros:
+        zero.zero_grad()
+    inputs, loss_of = model.in_microbatches(x, y, valid)
+    loss = model.pipeline.step(inputs, loss_of)  # every rank of tp has all of it
     sum_gradients(model)
-    norm = model.clip_grad_norm_(clip)
-    model.step(optimizer)
-    return loss, norm
+    norm = gradient_norm(model)
+    if clip:
+        finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: then nothing is scaled
+        nn.utils.clip_grads_with_norm_(model.parts, clip, finite)  # it reads their grad
+    for zero in model.zeros:
+        zero.begin_step()
+    optimizer.step()
+    for zero in model.zeros:
+        zero.end_step()
+    return loss / model.tp.size, norm
 
 
 def sum_gradients(model):
-    """After forward_backward, which sums over copies all but what is tied: in a pipeline its two
-    stages would wait for each other."""
+    """After the pipeline's step, which sums over copies all but what is tied: there its two stages
+    would wait for each other."""
     for zero in model.tied:
         zero.reduce()  # over ends: partial -> sharded
     gradients = [p.grad for p in model.parts if model.table[p.parameter].fate["tp"] == "sum"]
@@ -492,32 +501,6 @@ class Hybrid(nn.Module):
         """groups: what an optimizer takes, of hybrid.named_parameters(), such as by name or p.dim()
         -> dicts with our masters, which are flat."""
         return groups_of_masters(self.units, groups)
-
-    def zero_grad(self):
-        for zero in self.zeros:
-            zero.zero_grad()
-
-    def forward_backward(self, x, y, valid):
-        """-> this rank's part of the loss. Gradients are summed over copies alone: once in a step
-        sum_gradients has to follow, else norms and what is tied have summands."""
-        inputs, loss_of = self.in_microbatches(x, y, valid)
-        return self.pipeline.step(inputs, loss_of) / self.tp.size  # every rank of tp has all of it
-
-    def clip_grad_norm_(self, max_norm):
-        """After sum_gradients: scale the whole gradient to a norm of max_norm at most (0: do not)
-        -> its norm before."""
-        norm = gradient_norm(self)
-        if max_norm:
-            finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: then nothing is scaled
-            nn.utils.clip_grads_with_norm_(self.parts, max_norm, finite)  # it reads their grad
-        return norm
-
-    def step(self, optimizer):
-        for zero in self.zeros:
-            zero.begin_step()
-        optimizer.step()
-        for zero in self.zeros:
-            zero.end_step()
 
     # -- the whole: {name: tensor} on every rank. All must call it
 

@@ -608,7 +608,8 @@ def refuse_step(optimizer, *_):
     zeros = {p.stepped_by for p in params if hasattr(p, "stepped_by")}
     assert None not in zeros, "make the optimizer of the parameter_groups() of ZeRO, or Hybrid"
     is_called_by_zero = any(zero.now == "stepping" for zero in zeros)
-    assert is_called_by_zero or not zeros, "call zero.step(optimizer), not optimizer.step()"
+    assert is_called_by_zero or not zeros, (
+        "call zero.step(optimizer) (train_step of hybrid_3d), not optimizer.step()")
 
 
 register_optimizer_step_pre_hook(refuse_step)
