@@ -77,7 +77,6 @@ from common import adamw, share
 from moe import one_by_one
 from pipeline_parallel import CHAIN, HandsOn, carve
 from tensor_parallel import SequenceParallel
-from zero import held
 
 # ---- 1. the idea -------------------------------------------------------------
 
@@ -640,7 +639,8 @@ class SummingPipeline(SplitPipeline):
         made = super().do(action, received, loss_of)
         for zero in zeros:
             # also what this copy's rows have not used: copies begin the same sums, in order
-            zero.begin_reduce()
+            while zero.pending:
+                zero.sum_next()
             self.ending.append(zero)
         return made
 
@@ -1069,6 +1069,7 @@ def sources(args, device, ring):
 
 def set_up_ours(run, plain, mesh, layers, ring):
     from amp_accum_ckpt import CHECKPOINT
+    from harness.ledger import held_by
     from harness.whole import wholes_of_units_of_cuts
 
     args = run.args
@@ -1088,7 +1089,7 @@ def set_up_ours(run, plain, mesh, layers, ring):
         evaluate=partial(evaluate, model), pieces=partial(pieces, model, optimizer),
         full_gradients=lambda: one_by_one(model.full_gradients()),
         full_state_dict=lambda: one_by_one(model.full_state_dict()),
-        held=partial(held, model, model, optimizer),
+        held=partial(held_by, model, optimizer, model.units),
         extra=partial(notes, model) if args.experts else dict)
 
 

@@ -336,15 +336,11 @@ class ZeRO1:
 
     def reduce(self):
         """To be called after backward, on all ranks: sums what has not been summed yet."""
-        self.begin_reduce()
+        while self.pending:
+            self.sum_next()
         self.end_sum()
         self.expect_gradients()
         self.now = "summed"
-
-    def begin_reduce(self):
-        """Begins all sums that are left. The last one travels until reduce()."""
-        while self.pending:
-            self.sum_next()
 
     def assert_summed(self):
         assert self.now != "adding", (
@@ -712,20 +708,10 @@ def refuse(args, require):
             f"--impl {args.impl} --stage 1: torch's optimizer has no dry run and is not saved")
 
 
-def held(model, zero, optimizer):
-    """-> {kind: [tensors]}: what this rank keeps between steps; the ledger counts storages once."""
-    from harness.ledger import held_by
-
-    kinds = held_by(model, optimizer)
-    kinds["parameters"] += [unit.shard for unit in zero.units]
-    kinds["gradients"] += [unit.grad for unit in zero.units]
-    kinds["optimizer"] += [unit.masters for unit in zero.units if unit.masters is not unit.shard]
-    return kinds
-
-
 def set_up(run, impl, mesh):
     """-> a Side: what the run steps, judges and saves, see harness/run.py."""
     from harness.checkpoint import pieces_of_units
+    from harness.ledger import held_by
     from harness.whole import wholes_of_units
 
     args = run.args
@@ -733,22 +719,17 @@ def set_up(run, impl, mesh):
     if impl == "torch":
         module, optimizer = parallelize_at_work(model, args.lr, args.stage, mesh)
         return run.side(module, optimizer, train_step_at_work)
-
-    def evaluate(x, y):
-        return loss_sum(model(x), y)
-
     if impl == "idea":
         zero = IdeaOfZeRO1(model)
         return run.side(zero, adamw([zero.shard], args.lr), partial(idea_step, model),
-                        held_of=model, evaluate=evaluate, full_state_dict=model.state_dict,
-                        full_gradients=partial(idea_gradients, model, zero))
+                        held_of=model, full_gradients=partial(idea_gradients, model, zero))
     zero = parallelize(model, None, args.stage, args.offload)
     named = list(model.named_parameters())
     optimizer = run.optimizer(named, groups=zero.parameter_groups,
                               wholes=partial(wholes_of_units, zero.units, zero.group))
     step = partial(train_step, model, accum=args.accum)
-    return run.side(zero, optimizer, step, evaluate=evaluate,
-                    held=partial(held, model, zero, optimizer),
+    return run.side(zero, optimizer, step, held_of=model,
+                    held=partial(held_by, model, optimizer, zero.units),
                     pieces=partial(pieces_of_units, zero.units, named, optimizer),
                     full_gradients=partial(full_gradients, model, zero),
                     full_state_dict=partial(full_state_dict, model, zero))

@@ -81,13 +81,16 @@ def nbytes(tensors, on=None):
     return sum(sizes.values())
 
 
-def held_by(model, optimizer):
-    """What an ordinary module and optimizer keep between steps -> {kind: [tensors]}."""
+def held_by(model, optimizer, units=()):
+    """What a module and an optimizer keep between steps -> {kind: [tensors]}. units: zero.py's, if
+    they have what is trained."""
     states = tree_leaves(list(optimizer.state.values()))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    masters = [unit.masters for unit in units if unit.masters is not unit.shard]
     return {
-        "parameters": [*model.parameters(), *model.buffers()],
-        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
-        "optimizer": [t for t in states if isinstance(t, torch.Tensor)],
+        "parameters": [*model.parameters(), *model.buffers(), *(unit.shard for unit in units)],
+        "gradients": gradients + [unit.grad for unit in units],
+        "optimizer": masters + [t for t in states if isinstance(t, torch.Tensor)],
     }
 
 

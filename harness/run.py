@@ -61,7 +61,7 @@ class Side:
     # True where a step whose norm is inf is skipped (fp16 with loss scaling): it is no fault then
     may_overflow: bool = False
     copies: int = 1  # so many ranks return the same part of the loss
-    held_of: torch.nn.Module | None = None  # whose parameters and gradients are held (model)
+    held_of: torch.nn.Module | None = None  # what is held, evaluated and saved (model)
     watch: Callable = contextlib.nullcontext  # step -> what is entered around it
     # what the run notes of it
     trace: Trace = field(default_factory=Trace)
@@ -69,13 +69,13 @@ class Side:
     ledger: Ledger | None = None  # of the last step
 
     def __post_init__(self):
-        # what a wrapper such as DistributedDataParallel is around
-        module = getattr(self.model, "module", self.model)
+        forward = self.held_of or self.model
+        module = getattr(forward, "module", forward)  # what DistributedDataParallel is around
         self.full_gradients = self.full_gradients or partial(gradients_of, module)
         self.full_state_dict = self.full_state_dict or (lambda: whole(module.state_dict()))
-        self.evaluate = self.evaluate or (lambda x, y: loss_sum(self.model(x), y))
+        self.evaluate = self.evaluate or (lambda x, y: loss_sum(forward(x), y))
         self.pieces = self.pieces or (lambda: pieces_of(module.named_parameters(), self.optimizer))
-        self.held = self.held or partial(held_by, self.held_of or self.model, self.optimizer)
+        self.held = self.held or partial(held_by, forward, self.optimizer)
 
     def release(self):
         """Give the memory back. The side is of no use afterwards."""
