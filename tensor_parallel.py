@@ -264,6 +264,10 @@ class TensorParallel:
 
         return wait
 
+    def each(self, plain_size):
+        """How much of it a rank gets. The last ones get less, or nothing, if it is not even."""
+        return math.ceil(plain_size / self.size)
+
     def cut(self, p, dim):
         """This rank keeps its piece of p. p is the same object, and keeps its names and ties."""
         if p is not None and p not in self.cuts:  # a tied one is cut already
@@ -404,7 +408,8 @@ class VocabEmbedding(CutModule):
     dims = {"weight": 0}
 
     def forward(self, ids):
-        rows, here = locate(ids, len(self.weight), self.tp.rank)
+        words = self.tp.each(self.tp.cuts[self.weight].plain_size)
+        rows, here = locate(ids, words, self.tp.rank)
         y = F.embedding(rows, self.weight).masked_fill(~here.unsqueeze(-1), 0)  # (.., T, C)
         return ToOutside.apply(y, self.tp)  # partial -> replicated or sharded(T)
 
@@ -415,23 +420,21 @@ class VocabEmbedding(CutModule):
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """The idea's formulas, but both sums in one all-reduce, and a backward that makes one buffer.
 
-    Logits (N, V/tp), targets (N,) -> losses (N,). words: how many the rank has; other columns are
-    padding.
+    Logits (N, V/tp), targets (N,) -> losses (N,). words: V/tp, rounded up.
     """
 
     @staticmethod
     def forward(ctx, logits, targets, words, tp):
-        own_log_sum = logits[:, :words].logsumexp(1)  # (N,)
+        own_log_sum = logits.logsumexp(1)  # (N,)
         most = own_log_sum.clone()
         dist.all_reduce(most, dist.ReduceOp.MAX, tp.group)  # each rank's own -> the largest
         summand = (own_log_sum - most).exp()
-        column, here = locate(targets.unsqueeze(1), logits.shape[1], tp.rank)  # (N, 1)
+        column, here = locate(targets.unsqueeze(1), words, tp.rank)  # (N, 1)
         own_logit = logits.gather(1, column).masked_fill(~here, 0).squeeze(1)
         sums = torch.stack([summand, own_logit])  # (2, N)
         dist.all_reduce(sums, group=tp.group)  # partial -> replicated
         log_sum = sums[0].log() + most
         ctx.save_for_backward(logits, column, here, log_sum)
-        ctx.words = words
         return log_sum - sums[1]
 
     @staticmethod
@@ -439,7 +442,6 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss):  # (N,)
         logits, column, here, log_sum = ctx.saved_tensors
         dlogits = (logits - log_sum.unsqueeze(1)).exp_()  # softmax
-        dlogits[:, ctx.words:] = 0
         dlogits.scatter_add_(1, column, -here.to(dlogits.dtype))  # - 1 at the target
         return dlogits.mul_(dloss.unsqueeze(1)), None, None, None
 
@@ -449,10 +451,11 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
 
     Targets are below V, or ignore_index. Others are not checked: their losses are wrong.
     """
-    each = logits.shape[-1]  # columns of a rank
-    assert each == math.ceil(vocab / tp.size), (
-        f"{each} columns on each of {tp.size} ranks are not {vocab} words: is the head cut?")
-    words = min(each, max(0, vocab - tp.rank * each))  # on the last ranks fewer, or none
+    words = tp.each(vocab)
+    here = min(words, vocab - tp.rank * words)  # on the last rank fewer
+    assert logits.shape[-1] == here > 0, (
+        f"{logits.shape[-1]} columns on rank {tp.rank} of {tp.size} for {vocab} words: is the head "
+        "cut, and has each rank a word?")
     wide = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.flatten(0, -2).to(wide)  # (N, V/tp)
     targets = targets.flatten()
@@ -577,27 +580,24 @@ class SequenceParallel(TensorParallel):
 
 
 def shard(t, cut, tp):
-    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
-
-    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
-    """
+    """A whole tensor -> this rank's piece."""
     assert t.shape[cut.dim] == cut.plain_size, f"{tuple(t.shape)}: not {cut.plain_size} to cut"
-    each = math.ceil(cut.plain_size / tp.size)
+    each = tp.each(cut.plain_size)
     first = min(tp.rank * each, cut.plain_size)
-    count = min(each, cut.plain_size - first)
-    size = list(t.shape)
-    size[cut.dim] = each
-    piece = t.new_zeros(size)
-    piece.narrow(cut.dim, 0, count).copy_(t.narrow(cut.dim, first, count))
-    return piece
+    piece = t.narrow(cut.dim, first, min(each, cut.plain_size - first))
+    return piece.clone(memory_format=torch.contiguous_format)
 
 
 def unshard(t, cut, tp):
     """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
     if cut is None:
         return t
-    pieces = t.new_empty(tp.size, *t.shape)
-    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
+    size = list(t.shape)
+    size[cut.dim] = tp.each(cut.plain_size)
+    piece = t.new_zeros(size)  # on their way all have one size
+    piece.narrow(cut.dim, 0, t.shape[cut.dim]).copy_(t.detach())
+    pieces = t.new_empty(tp.size, *size)
+    all_gather(pieces.flatten(0, 1), piece, tp.group)  # sharded -> replicated
     # contiguous: else a file of it would have the padding, too, or safetensors refuse it
     return torch.cat(pieces.unbind(), cut.dim).narrow(cut.dim, 0, cut.plain_size).contiguous()
 

@@ -128,22 +128,19 @@ def largest_box(shape, low, high):
 
 
 def of_cuts(found, ranks):
-    """Where ranks have equally large cuts along a dim: see wholes_of_cuts of whole.py."""
+    """Where ranks have cuts along a dim: see wholes_of_cuts of whole.py."""
     for p in found.keys() & ranks.cuts.keys():
-        found[p] = [of_cut(piece, *ranks.cuts[p], ranks.rank) for piece in found[p]]
+        found[p] = [of_cut(piece, ranks, *ranks.cuts[p]) for piece in found[p]]
     return found
 
 
-def of_cut(piece, dim, plain_size, index):
-    """The box of cut number `index` -> of the whole, which has plain_size along dim; what is behind
-    that is padding."""
+def of_cut(piece, ranks, dim, plain_size):
+    """The box of this rank's cut -> of the whole, which has plain_size along dim."""
     start = list(piece.start)
-    start[dim] += index * piece.shape[dim]
+    start[dim] += ranks.rank * ranks.each(plain_size)
     shape = list(piece.shape)
     shape[dim] = plain_size
-    room = max(0, plain_size - start[dim])
-    tensor = piece.tensor.narrow(dim, 0, min(room, piece.tensor.shape[dim]))
-    return piece._replace(shape=tuple(shape), start=tuple(start), tensor=tensor)
+    return piece._replace(shape=tuple(shape), start=tuple(start))
 
 
 def of_stacks(found, index, rename):

@@ -33,7 +33,6 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 
 
 @dataclass(eq=False)
@@ -47,12 +46,12 @@ class Share:
     matrices: tuple = ()  # on the rank that owns it, what the optimizer steps
 
     def elements(self, kind):
-        """kind: "data" or "grad" -> what is here, flat; zeros may follow, with which tp pads."""
+        """kind: "data" or "grad" -> what is here, flat."""
         return getattr(self.part, kind).movedim(self.dim, 0).flatten()
 
     def set_elements(self, elements):
         t = self.part.data.movedim(self.dim, 0)
-        t.copy_(F.pad(elements, (0, t.numel() - len(elements))).view(t.shape))
+        t.copy_(elements.view(t.shape))
 
     def whole(self):
         """The owner's -> all ranks' elements, in order, flat."""
@@ -111,8 +110,7 @@ class WholeMatrices:
             pieces = []  # for each rank, of what it owns
             sizes = []  # from each rank, of what is owned here
             for rank, owned in enumerate(self.owned):
-                here = [share.elements(kind) for share in owned]
-                pieces.append([t[:share.sizes[self.rank]] for t, share in zip(here, owned)])
+                pieces.append([share.elements(kind) for share in owned])
                 sizes.append([share.sizes[rank] for share in self.mine])
             arrived = self.exchange(pieces, sizes)  # by the rank that it comes from, then by share
             for i, share in enumerate(self.mine):
@@ -176,7 +174,8 @@ def wholes_of_units(units, group, parameters):
 def wholes_of_cuts(ranks, parameters):
     """Of parameters that are cut along a dim, as in tensor_parallel.py.
 
-    ranks: has group, size and cuts, where cuts[p] is (dim, size of the whole along it)
+    ranks: has group, size and cuts, where cuts[p] is (dim, size of the whole along it), and
+        each(size), how much of it a rank gets, but for the last ones
     """
     shares = {p: share_of_cut(ranks, p, p, p.shape) for p in parameters if p in ranks.cuts}
     return [WholeMatrices(shares, ranks.group)]
@@ -203,11 +202,10 @@ def wholes_of_units_of_cuts(zeros, ranks, names, parameters):
 
 
 def share_of_cut(ranks, p, part, shape):
-    """part: this rank's, which may have padding at its end along dim. shape: its own, when it is
-    not empty."""
+    """part: this rank's, of this shape when ZeRO has not emptied it."""
     dim, plain_size = ranks.cuts[p]
-    each = shape[dim]
-    of_line = math.prod(shape) // each
+    each = ranks.each(plain_size)
+    of_line = math.prod(shape[:dim] + shape[dim + 1:])
     whole = list(shape)
     whole[dim] = plain_size
     sizes = []

@@ -117,7 +117,7 @@ def held(job, stage):
 
 def outside_of_blocks(job, stage):
     """-> how many parameters a stage has there"""
-    embedding = -(-job.vocab // job.tp) * job.width  # with padding
+    embedding = -(-job.vocab // job.tp) * job.width  # of the first ranks
     total = 0
     if stage == 0:
         total += embedding
