@@ -275,6 +275,15 @@ class TensorParallel:
             p.data = shard(p.data, self.cuts[p], self)
 
 
+def shard(t, cut, tp):
+    """A whole tensor -> this rank's piece."""
+    assert t.shape[cut.dim] == cut.plain_size, f"{tuple(t.shape)}: not {cut.plain_size} to cut"
+    each = tp.each(cut.plain_size)
+    first = min(tp.rank * each, cut.plain_size)
+    piece = t.narrow(cut.dim, first, min(each, cut.plain_size - first))
+    return piece.clone(memory_format=torch.contiguous_format)
+
+
 class ToOutside(torch.autograd.Function):
     """g: summands y (.., T, C) -> x as it is outside."""
 
@@ -576,16 +585,7 @@ class SequenceParallel(TensorParallel):
         return wait
 
 
-# ---- pieces of any size, and whole tensors
-
-
-def shard(t, cut, tp):
-    """A whole tensor -> this rank's piece."""
-    assert t.shape[cut.dim] == cut.plain_size, f"{tuple(t.shape)}: not {cut.plain_size} to cut"
-    each = tp.each(cut.plain_size)
-    first = min(tp.rank * each, cut.plain_size)
-    piece = t.narrow(cut.dim, first, min(each, cut.plain_size - first))
-    return piece.clone(memory_format=torch.contiguous_format)
+# ---- whole tensors
 
 
 def unshard(t, cut, tp):
