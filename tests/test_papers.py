@@ -20,13 +20,13 @@ import amp_accum_ckpt
 import context_parallel
 import tensor_parallel
 from common import GPTConfig, adamw, build, join_fake_world
-from harness.ledger import Ledger
+from harness.ledger import Ledger, held_by
 from harness.timeline import bubble_rate, chunks, costs, in_flight, longest, search, simulate
 from pipeline_parallel import late_ws, make_plans
 from tools import estimate, plan
 from tools.estimate import Layout, job_of, timed
 from tools.plan import TIE
-from zero import ZeRO1, ZeRO2, ZeRO3, held, units_of
+from zero import ZeRO1, ZeRO2, ZeRO3, units_of
 
 # ---- a number, and whether ours is it --------------------------------------------
 
@@ -102,7 +102,7 @@ def train_by_zero(ranks, ladder, pairs=1):
             model.append(nn.Linear(100_000 // pairs, 37_500, bias=False, dtype=torch.bfloat16))
         zero = ladder(units_of(model, list(model)))
         optimizer = adamw(zero.parameter_groups(), lr=1e-3)
-        with Ledger(held=lambda: held(model, zero, optimizer)) as ledger:
+        with Ledger(held=partial(held_by, model, optimizer, zero.units)) as ledger:
             zero.zero_grad()
             model(torch.ones(1, 37_500, dtype=torch.bfloat16)).sum().backward()
             zero.reduce()
