@@ -552,7 +552,7 @@ class HandsOn(nn.Module):
                 vars(self)[name] = value
 
     def forward(self, x, *others, **keywords):
-        return x if x.is_floating_point() else torch.zeros((), device=x.device)
+        return x if x.is_floating_point() else x.new_zeros(())
 
 
 def full_state_dict(stages, group=None):

@@ -419,7 +419,9 @@ class VocabEmbedding(CutModule):
     def forward(self, ids):
         words = self.tp.each(self.tp.cuts[self.weight].plain_size)
         rows, here = locate(ids, words, self.tp.rank)
-        y = F.embedding(rows, self.weight).masked_fill(~here.unsqueeze(-1), 0)  # (.., T, C)
+        # a rank without words looks up a row that counts nowhere
+        weight = self.weight if len(self.weight) else F.pad(self.weight, (0, 0, 0, 1))
+        y = F.embedding(rows, weight).masked_fill(~here.unsqueeze(-1), 0)  # (.., T, C)
         return ToOutside.apply(y, self.tp)  # partial -> replicated or sharded(T)
 
 

@@ -58,8 +58,10 @@ class Share:
         return torch.cat([m.data.movedim(self.dim, 0).flatten() for m in self.matrices])
 
     def set_whole(self, kind, elements):
-        whole = elements.unflatten(0, (self.shape[self.dim], -1)).movedim(0, self.dim).contiguous()
-        for matrix, t in zip(self.matrices, whole.reshape(-1, *self.shape[-2:])):
+        others = [*self.shape]
+        first = others.pop(self.dim)
+        whole = elements.view(first, *others).movedim(0, self.dim).contiguous()
+        for matrix, t in zip(self.matrices, whole.view(len(self.matrices), *self.shape[-2:])):
             setattr(matrix, kind, t)
 
 

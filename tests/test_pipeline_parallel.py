@@ -309,7 +309,8 @@ def check_chain():
     module.assert_carves(model, chain, torch.randn(2, 4, 12))
     with pytest.raises(AssertionError, match="name modules for what"):  # all stages would norm
         module.assert_carves(model, chain._replace(last=["lm_head"]), torch.randn(2, 4, 12))
-    assert module.HandsOn()(x).unsqueeze(0) == 0  # as GPT-2's positions are used
+    nothing = module.HandsOn()(x).unsqueeze(0)  # as GPT-2's positions are used
+    assert nothing == 0 and (nothing + torch.ones(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
     model.layers[2].kind = "full"  # as a forward of transformers reads
     model.config = object()
     stage, _ = module.carve(model, chain, [2, 1])

@@ -386,7 +386,7 @@ def test_equals_one_process(world, flags):
 
 
 @pytest.mark.parametrize("world, flags", [
-    (4, ODD),
+    (4, [*ODD, "--seq", "9"]),  # the last rank has no position
     (4, [*ODD, *LLAMA, "--kv-heads", "4", "--hidden", "51", "--sp"]),
     (4, [*LLAMA, *ODD, "--sp"]),  # 2 heads of keys and values
     (4, [*LLAMA, "--heads", "8", "--kv-heads", "2"]),  # pairs sum their gradients
