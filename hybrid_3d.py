@@ -451,10 +451,10 @@ class Hybrid(nn.Module):
             zero.sync = False  # backwards only add to it: it is summed once, in sum_gradients
             self.zeros.append(zero)
         self.tied = [*self.zeros]
-        has_w = bool(self.pipeline.split)
+        apart = level == 2 and bool(self.pipeline.split)
         for number, stage in here.items():
             zeros = self.pipeline.zeros_of[number] = {}
-            for axis, units in units_of_stage(stage, self.table, layers, level, has_w).items():
+            for axis, units in units_of_stage(stage, self.table, layers, apart).items():
                 zeros[axis] = LADDER[level](units, self.group[axis], reduce_dtype=reduce_dtype)
             self.zeros += zeros.values()
 
@@ -581,17 +581,17 @@ class ZeRO0(ZeRO1):
 LADDER = ZeRO0, ZeRO1, ZeRO2, ZeRO3
 
 
-def units_of_stage(stage, table, layers, level, has_w):
+def units_of_stage(stage, table, layers, apart):
     """-> {axis: units}: over data what this stage alone has, over replicas its experts.
 
-    layers: the parameters of each are a unit. level: Hybrid's `zero`. has_w: are there Ws?
+    layers: the parameters of each are a unit. apart: see vectors_apart
     """
     found = {}
     own = [module for module in stage.modules() if module in layers]
     for axis in ("data", "replicas"):
         units = [([p for p in parameters if axis in table[p].fate], sites)
                  for parameters, sites in units_of(stage, own)]
-        if has_w and level == 2:
+        if apart:
             units = vectors_apart(units)
         units = [unit for unit in units if unit[0]]
         if units:

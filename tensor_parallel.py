@@ -460,7 +460,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
     """This rank's logits (.., V/tp), targets (..), vocab V -> the sum of losses, on every rank.
 
-    Targets are below V, or ignore_index. Others are not checked: their losses are wrong.
+    Targets are below V, or ignore_index. Others are not checked: they raise, or losses are wrong.
     """
     words = tp.each(vocab)
     here = min(words, vocab - tp.rank * words)  # on the last rank fewer

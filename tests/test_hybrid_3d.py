@@ -146,7 +146,7 @@ def test_what_the_technique_adds():
     reports = alone("hybrid_3d", *map(str.split, runs))
     ranks = [report["ranks"][0] for report in reports]
     sums = [rank["collectives"]["all_reduce"] for rank in ranks]
-    # over tp: without those over data (34, 4), one over ends, and the norm's
+    # over tp: without those over data (33, 3), one over ends, and the norm's
     assert [(c["calls"] - data - 2, round(c["wire"] / 1e6, 1)) for c, data in zip(sums, (33, 3))] \
         == [(52, 4.4), (40, 3.5)]
     assert [round(rank["memory"]["peak"] / 1e6, 1) for rank in ranks[1:]] == [6.7, 5.7, 5.2]
