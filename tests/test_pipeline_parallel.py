@@ -150,13 +150,19 @@ def test_pictures_are_what_the_schedules_do():
 
 
 def stranger():
-    """Embedding and head are tied."""
+    """Embedding and head are tied, and two layers in the middle, see ties()."""
     torch.manual_seed(0)
     inner = [nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True) for _ in range(6)]
     model = nn.Sequential(nn.Embedding(11, 8), *inner, nn.Linear(8, 11, bias=False))
-    model[-1].weight = model[0].weight
+    for one, other in ties(model):
+        other.weight = one.weight
     inner[1].linear1.forward = partial(doubled, inner[1].linear1)
     return model
+
+
+def ties(layers):
+    """-> the pairs of modules that have one weight"""
+    return [(layers[0], layers[7]), (layers[3].linear1, layers[4].linear1)]
 
 
 def doubled(linear, x):
@@ -183,17 +189,18 @@ def plain_step(plain, optimizer, inputs, loss_of):
 
 def stale_step(plain, optimizer, inputs, loss_of, layers):
     """PipeDream. versions[n] are the weights after n updates: in micro-batch m stage r of p, a
-    range of layers, has seen those of all but the last p - r micro-batches before it and itself."""
+    range of layers, has seen those of all but the last p - r micro-batches before it and itself.
+    What is tied is updated once, at the end."""
     named = dict(plain.named_parameters())
     names = [[name for name in named if int(name.split(".")[0]) in own] for own in layers]
-    tied = plain[0].weight
-    kept = torch.zeros_like(tied)
+    kept = {one.weight: torch.zeros_like(one.weight) for one, _ in ties(plain)}
     versions = []
     losses = []
     for m, x in enumerate(inputs):
-        if m > 0:  # the update after the micro-batch before; that of the tied one is at the end
-            kept += tied.grad
-            tied.grad = None
+        if m > 0:  # the update after the micro-batch before
+            for tied in kept:
+                kept[tied] += tied.grad
+                tied.grad = None
             for own in names:
                 nn.utils.clip_grad_norm_([named[name] for name in own], 0.5)
             optimizer.step()
@@ -205,7 +212,8 @@ def stale_step(plain, optimizer, inputs, loss_of, layers):
         losses.append(loss_of(torch.func.functional_call(plain, seen, (x,)), m))
         for name, grad in zip(seen, torch.autograd.grad(losses[-1], list(seen.values()))):
             named[name].grad = grad
-    tied.grad += kept
+    for tied in kept:
+        tied.grad += kept[tied]
     return sum(losses).detach()
 
 
@@ -250,16 +258,15 @@ def piped(module, name, dp):
 
 
 def others_to_meta(whole, home, place):
-    """Stages of other places go to the meta device, and a tied parameter is tied anew."""
+    """Stages of other places go to the meta device, and what is tied is tied anew."""
     for number, stage in enumerate(whole):
         if home[number] != place:
             stage.to("meta")
-    first = whole[0][0]
-    last = whole[-1][-1]
-    if first.weight.is_meta:
-        first.weight = last.weight
-    else:
-        last.weight = first.weight
+    for one, other in ties([layer for stage in whole for layer in stage]):
+        if one.weight.is_meta:
+            one.weight = other.weight
+        else:
+            other.weight = one.weight
 
 
 def check_copy(name, old="", new="", dp=1):
@@ -342,7 +349,6 @@ def check_unused():
 
 
 def check_idea(schedule="1f1b", *bug):
-    """With a tied embedding."""
     module = idea("pipeline_parallel", *bug)
     rank = dist.get_rank()
     p = dist.get_world_size()
@@ -351,8 +357,11 @@ def check_idea(schedule="1f1b", *bug):
     layers = range(rank * size, (rank + 1) * size)
     stage = model[layers.start:layers.stop]
     optimizer = adamw(stage.parameters(), 1e-2)
-    ends = dist.new_group(sorted({0, p - 1}))
-    shared = {model[0].weight: ends} if rank in (0, p - 1) else {}
+    shared = {}
+    for (one, _), homes in zip(ties(model), [{0, p - 1}, {3 // size, 4 // size}]):
+        group = dist.new_group(sorted(homes))
+        if rank in homes:
+            shared[one.weight] = group
     trained = module.IdeaOfPipeline(
         stage, shared, torch.empty(2, 5, 8), dist.group.WORLD, dist.new_group())
     plan = module.idea_plan(8, warmup=8 if schedule == "gpipe" else p - 1 - rank)
@@ -392,6 +401,9 @@ PLANTED = [  # a check, the schedule that shows the bug, what stands in the plac
 
 def test_planted_bugs_are_seen():
     run_ranks(check_each, 2, check_differs, PLANTED)
+    # what ranks 1 and 2 share would count nowhere
+    in_the_middle = (check_idea, "1f1b", "model.shared[p].rank() == 0]", "model.pp.rank() == 0]")
+    run_ranks(check_each, 4, check_differs, [in_the_middle])
 
 
 # ---- the toy GPT: proof, cost, links, refusals ------------------------------------
