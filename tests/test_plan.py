@@ -26,6 +26,7 @@ ROWS = [
     "--dp 2 --tp 2 --pp 1 --experts 8 --ep 2 --shared --zero 2 --sp --layers 2 --micro 1 --batch 8",
     f"{LLAMA} --dp 2 --tp 2 --pp 1 --sp --zero 3 --layers 2 --micro 2 --batch 32 --ckpt full",
     f"{QWEN3} --dp 2 --tp 2 --pp 1 --sp --zero 3 --layers 2 --micro 2 --batch 32 --ckpt full",
+    "--dp 2 --tp 1 --pp 2 --zero 2 --layers 4 --micro 2 --batch 8",
     "--dp 2 --tp 2 --pp 3 --zero 1 --ckpt selective --layers 5 --micro 3 --batch 24 --rank 4",
     "--dp 1 --cp 2 --tp 1 --pp 2 --attn ulysses --schedule zb-v --layers 4 --micro 3 --batch 12",
 ]
@@ -48,7 +49,7 @@ def job_of_report(report):
 
 def test_memory_and_bytes():
     """What is held and sent is that of hybrid_3d's dry run, the peak within 12%."""
-    rows = ROWS if ALL else ROWS[:3]
+    rows = ROWS if ALL else ROWS[:4]
     lines = []
     for row in rows:
         words = row.split()
@@ -67,8 +68,9 @@ def test_memory_and_bytes():
             sent = estimate.bytes_on_ep(job, job.blocks[stage])
             measured = report["ranks"][0]["collectives"]["all_to_all"]["wire"]
             assert math.isclose(sent, measured, rel_tol=0.01), row
-            over_copies = report["sent"]["data"] + report["sent"]["replicas"]
-            assert math.isclose(estimate.bytes_on_dp(job, stage), over_copies, rel_tol=0.01), row
+        if job.zero < 3:  # which has the last unit of forward for backward still
+            sent = sum(report["sent"].get(axis, 0) for axis in ("data", "replicas", "ends"))
+            assert math.isclose(estimate.bytes_on_dp(job, stage), sent, rel_tol=0.01), row
 
 
 @pytest.mark.parametrize("schedule", estimate.IDLE)

@@ -115,19 +115,28 @@ def held(job, stage):
     return found
 
 
+def embedding(job):
+    return -(-job.vocab // job.tp) * job.width  # of the first ranks of tp
+
+
 def outside_of_blocks(job, stage):
     """-> how many parameters a stage has there"""
-    embedding = -(-job.vocab // job.tp) * job.width  # of the first ranks
     total = 0
     if stage == 0:
-        total += embedding
+        total += embedding(job)
         if job.form.learned_positions:
             total += job.seq * job.width / job.tp
     if stage == job.head_at:
         total += job.width * (2 if job.form.bias else 1)  # the last norm
         if not (stage == 0 and job.form.tied):
-            total += embedding  # the head
+            total += embedding(job)  # the head
     return total
+
+
+def tied_on(job, stage):
+    """-> how many of these another stage has, too: in a ZeRO-1 of their own over both stages"""
+    is_tied = job.form.tied and job.head_at > 0 and stage in (0, job.head_at)
+    return embedding(job) if is_tied else 0
 
 
 def parameters_on(job, stage, is_cut):
@@ -135,7 +144,7 @@ def parameters_on(job, stage, is_cut):
     dense = job.blocks[stage] * job.dense + outside_of_blocks(job, stage)
     experts = job.blocks[stage] * job.expert
     if is_cut:
-        return dense / job.data + experts / job.copies
+        return (dense - tied_on(job, stage) / 2) / job.data + experts / job.copies
     return dense + experts
 
 
@@ -147,9 +156,10 @@ def states(job, stage):
         "gradients": job.b * parameters_on(job, stage, job.zero >= 2),
         "optimizer": per_parameter * parameters_on(job, stage, job.zero >= 1),
     }
-    # the tied one stays whole until stages have summed
-    if job.zero >= 2 and job.form.tied and job.pp > 1:
-        found["gradients"] += job.b * outside_of_blocks(job, stage) * (1 - 1 / job.data)
+    if job.zero >= 2:  # of what is tied only the optimizer's states are cut
+        found["gradients"] += job.b * tied_on(job, stage) * (1 - 1 / (2 * job.data))
+    if job.zero == 3:
+        found["parameters"] += job.b * tied_on(job, stage) * (1 - 1 / (2 * job.data))
     return found
 
 
@@ -316,12 +326,11 @@ def bytes_on_ep(job, blocks):
 def bytes_on_dp(job, rank):
     """The sums over copies, and what ZeRO gathers."""
     moved = {2: job.micro + 1, 3: 3 * job.micro}.get(job.zero, 2)
-    of_ends = moved
-    if job.pp > 1 and job.form.tied:  # tied: summed once
-        of_ends = 2
-    dense = moved * job.blocks[rank] * job.dense + of_ends * outside_of_blocks(job, rank)
+    tied = tied_on(job, rank)
+    dense = moved * (job.blocks[rank] * job.dense + outside_of_blocks(job, rank) - tied)
     experts = moved * job.blocks[rank] * job.expert
     sent = dense * (job.data - 1) / job.data + experts * (job.copies - 1) / job.copies
+    sent += 2 * tied * (2 * job.data - 1) / (2 * job.data)  # summed once, over both stages
     return job.b * sent
 
 
