@@ -257,12 +257,7 @@ class TensorParallel:
     def reduce(self, y):
         """From inside to outside: summands y (.., T, C) -> their sum, in y's place."""
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
-
-        def wait():
-            work.wait()  # on a GPU this orders streams: the host goes on at once
-            return y
-
-        return wait
+        return lambda: finished(work, y)
 
     def each(self, plain_size):
         """How much of it a rank gets. The last ones get less, or nothing, if it is not even."""
@@ -273,6 +268,12 @@ class TensorParallel:
         if p is not None and p not in self.cuts:  # a tied one is cut already
             self.cuts[p] = Cut(dim, p.shape[dim])
             p.data = shard(p.data, self.cuts[p], self)
+
+
+def finished(work, t):
+    """-> t, which a collective has filled by then."""
+    work.wait()  # on a GPU this orders streams: the host goes on at once
+    return t
 
 
 def shard(t, cut, tp):
@@ -488,21 +489,19 @@ def cut_model(model, tp, plan):
     """Put cut modules in the place of plain ones -> the model, with the first rank's weights.
 
     plan: {pattern for names of modules: kind}. A * matches dots, too, and of two patterns that
-    match the later one counts. kind(module, tp) -> what takes its place: ColumnLinear, inside, ..
+    match the first one counts. kind(module, tp) -> what takes its place: ColumnLinear, inside, ..
     or yours. Hooks of what is replaced are lost.
     """
     for t in model.state_dict(keep_vars=True).values():
         if not t.is_meta and t not in tp.cuts:  # in the cuts: by a cut_model before
             t.data = t.data.contiguous()  # a broadcast sends memory, whatever the strides
             dist.broadcast(t.data, group=tp.group, group_src=0)  # the first rank's -> replicated
-    modules = dict(model.named_modules(remove_duplicate=False))
-    kinds = {}  # {name of a module: kind}
+    modules = dict(model.named_modules(remove_duplicate=False))  # that no pattern has matched yet
     for pattern, kind in plan.items():
         names = fnmatch.filter(modules, pattern)
-        assert names, f"No module of this model is called {pattern}."
-        kinds.update(dict.fromkeys(names, kind))
-    for name, kind in kinds.items():
-        model.set_submodule(name, kind(modules[name], tp))
+        assert names, f"No module of this model is called {pattern}, or none is left for it."
+        for name in names:
+            model.set_submodule(name, kind(modules.pop(name), tp))
     refuse_silent_mistakes(model, tp)
     return model
 
@@ -526,8 +525,8 @@ def is_summand(p, tp):
 
 def sum_gradients(model, tp):
     """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
-    refuse_other_models(model)
     trained = [p for p in model.parameters() if p.grad is not None]
+    assert trained, "no gradients: if ZeRO or FSDP has them, take hybrid_3d.py, which sums those"
     gradients = [p.grad for p in trained if is_summand(p, tp)]
     if gradients and tp.size > 1:
         sum_over_ranks(gradients, tp.group)  # partial -> replicated
@@ -564,12 +563,7 @@ class SequenceParallel(TensorParallel):
         pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
         flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
         work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
-
-        def wait():
-            work.wait()
-            return pieces.movedim(0, -3).flatten(-3, -2)
-
-        return wait
+        return lambda: finished(work, pieces).movedim(0, -3).flatten(-3, -2)
 
     def reduce(self, y):
         """Summands (.., T, C) -> this rank's piece (.., T/tp, C) of their sum."""
@@ -579,12 +573,7 @@ class SequenceParallel(TensorParallel):
         x = torch.empty_like(pieces[0])
         flat = pieces.flatten(0, 1)
         work = reduce_scatter(x, flat, group=self.group, async_op=True)  # partial -> sharded(T)
-
-        def wait():
-            work.wait()
-            return x
-
-        return wait
+        return lambda: finished(work, x)
 
 
 # ---- whole tensors
@@ -662,13 +651,6 @@ def refuse_silent_mistakes(model, tp):
         cut = [key for key, p in module.named_parameters(recurse=False) if p in tp.cuts]
         knows = isinstance(module, CutModule) or not cut
         assert knows, f"{name} shares {cut} with a cut module: cut {name}, too."
-
-
-def refuse_other_models(model):
-    has_some = any(p.grad is not None for p in model.parameters())
-    assert has_some, "no gradients: if ZeRO or FSDP has them, take hybrid_3d.py, which sums those"
-    has_experts = any(hasattr(m, "is_of_experts") for m in model.modules())
-    assert not has_experts, "ranks have different experts: take hybrid_3d.py"
 
 
 def assert_alike(model, tp):
