@@ -363,8 +363,9 @@ def train_step(model, optimizer, x, y, valid, clip):
 
 
 def sum_gradients(model):
-    """After the pipeline's step, which sums over copies all but what is tied: there its two stages
-    would wait for each other."""
+    """After the pipeline's step, in which copies have begun all sums but those of what is tied:
+    there its two stages would wait for each other."""
+    model.pipeline.end_sums()
     for zero in model.tied:
         zero.reduce()  # over ends: partial -> sharded
     gradients = [p.grad for p in model.parts if model.table[p.parameter].fate["tp"] == "sum"]
@@ -421,9 +422,11 @@ class Hybrid(nn.Module):
         guard(stages, mesh, tp, layers, head, zero, ring)  # only refuses
         self.tp = tp
         self.ring = ring
-        self.loss = loss or self.cross_entropy
+        self.loss = loss or loss_sum
+        if loss is None and head.weight in tp.cuts:
+            vocab = tp.cuts[head.weight].plain_size
+            self.loss = partial(vocab_parallel_cross_entropy, vocab=vocab, tp=tp)
         self.width = head.weight.shape[1]  # C
-        self.cut_of_head = tp.cuts.get(head.weight)  # None: logits are of all words
         self.group = mesh.group
         here = {stage: stages[stage] for stage in mesh.stages}
         self.stages = nn.ModuleList(here.values())
@@ -437,7 +440,7 @@ class Hybrid(nn.Module):
         p = next(self.parameters())
         mail = Mail(mesh.plans, (), p.dtype, p.device, mesh.pipelines)  # each batch sets its size
         self.pipeline = SummingPipeline(here, mail)
-        self.make_zeros(here, set(layers), zero, reduce_dtype)
+        self.make_zeros(here, layers, zero, reduce_dtype)
         self.units = [unit for each in self.zeros for unit in each.units]
         self.parts = [part for each in self.zeros for part in each.parts]
 
@@ -455,7 +458,8 @@ class Hybrid(nn.Module):
         for number, stage in here.items():
             zeros = self.pipeline.zeros_of[number] = {}
             for axis, units in units_of_stage(stage, self.table, layers, apart).items():
-                zeros[axis] = LADDER[level](units, self.group[axis], reduce_dtype=reduce_dtype)
+                if units:
+                    zeros[axis] = LADDER[level](units, self.group[axis], reduce_dtype=reduce_dtype)
             self.zeros += zeros.values()
 
     def know_experts(self):
@@ -485,11 +489,6 @@ class Hybrid(nn.Module):
             return self.loss(logits, targets[m]) / valid
 
         return x.chunk(M), loss_of
-
-    def cross_entropy(self, logits, y):
-        if self.cut_of_head is None:
-            return loss_sum(logits, y)
-        return vocab_parallel_cross_entropy(logits, y, self.cut_of_head.plain_size, self.tp)
 
     def named_parameters(self, *args, **options):
         """By the whole model's names. What is tied has one, on all ranks."""
@@ -584,19 +583,18 @@ LADDER = ZeRO0, ZeRO1, ZeRO2, ZeRO3
 def units_of_stage(stage, table, layers, apart):
     """-> {axis: units}: over data what this stage alone has, over replicas its experts.
 
-    layers: the parameters of each are a unit. apart: see vectors_apart
+    layers: the parameters of each are a unit. apart: what has one dim is a unit, too, the first.
+    ZeRO-2 keeps a unit's gradients from the first to the last, and norms' come in B, long before
+    Linears' in W.
     """
-    found = {}
-    own = [module for module in stage.modules() if module in layers]
-    for axis in ("data", "replicas"):
-        units = [([p for p in parameters if axis in table[p].fate], sites)
-                 for parameters, sites in units_of(stage, own)]
-        if apart:
-            units = vectors_apart(units)
-        units = [unit for unit in units if unit[0]]
-        if units:
-            found[axis] = units
-    return found
+    found = {"data": {}, "replicas": {}}  # {axis: {number of the unit: unit}}
+    for number, (parameters, sites) in enumerate(units_of(stage, layers)):
+        for p in parameters:
+            place = -1 if apart and p.dim() == 1 else number
+            for axis in found.keys() & table[p].fate.keys():  # one, or none: it is tied
+                own, _ = found[axis].setdefault(place, ([], sites))
+                own.append(p)
+    return {axis: [units[place] for place in sorted(units)] for axis, units in found.items()}
 
 
 class SummingPipeline(SplitPipeline):
@@ -612,37 +610,30 @@ class SummingPipeline(SplitPipeline):
     def __init__(self, modules, mail):
         super().__init__(modules, mail)
         self.zeros_of = {}  # {stage: {axis: ZeRO}}, without what is tied; Hybrid fills it
-        self.ending = []  # ZeROs whose last sum is under way
-        if self.split:
-            split_cut_linears(nn.ModuleList(modules.values()))
-
-    def step(self, inputs, loss_of):
-        loss = super().step(inputs, loss_of)
-        self.end_sums()
-        return loss
+        self.ending = []  # ZeROs whose sums the last action has begun
+        # Linears that tp has not cut are split by now; the forward of a cut one calls its multiply
+        for module in nn.ModuleList(modules.values()).modules():
+            if self.split and isinstance(module, ColumnLinear):
+                module.multiply = split_columns
+            if self.split and isinstance(module, RowLinear):
+                module.multiply = partial(split_linear, bias=None)  # it adds its bias after the sum
 
     def end_sums(self):
+        """And sums what this copy's rows have not used: all copies begin the same, in order."""
         while self.ending:
-            self.ending.pop().reduce()  # partial -> sharded
+            self.ending.pop(0).reduce()  # partial -> sharded
 
     def do(self, action, received, loss_of):
         self.end_sums()  # not in the action that begins them: what it makes is sent first
         kind, m, stage = action
-        zeros = []  # those of which this action completes what is summed
         for axis, zero in self.zeros_of[stage].items():
             has_w = axis == "data" and (m, stage) in self.split
             completes = kind == ("W" if has_w else "B")
             each = isinstance(zero, ZeRO2)  # it sums in each micro-batch
             zero.sync = completes if each else m == self.microbatches - 1
             if completes and zero.sync:
-                zeros.append(zero)
-        made = super().do(action, received, loss_of)
-        for zero in zeros:
-            # also what this copy's rows have not used: copies begin the same sums, in order
-            while zero.pending:
-                zero.sum_next()
-            self.ending.append(zero)
-        return made
+                self.ending.append(zero)
+        return super().do(action, received, loss_of)
 
 
 # ---- 2.6 schedules with Ws: a backward in two parts, of what tp has cut ----
@@ -656,26 +647,6 @@ def split_columns(tp, x, *parameters):
         return tp.reduce(summand)()  # partial -> replicated or sharded(T)
 
     return split(partial(ColumnParallel.apply, tp), gradient_of_x, x, *parameters)
-
-
-def split_cut_linears(stages):
-    """For SplitPipeline, which by itself splits the Linears that tp has not cut. The forward of a
-    cut one calls its multiply."""
-    for module in stages.modules():
-        if isinstance(module, ColumnLinear):
-            module.multiply = split_columns
-        if isinstance(module, RowLinear):
-            module.multiply = partial(split_linear, bias=None)  # it adds its bias after the sum
-
-
-def vectors_apart(units):
-    """ZeRO-2 keeps a unit's gradients from the first to the last. Norms' come in B, long before
-    Linears' in W: so what has one dim is a unit of its own."""
-    vectors = [p for parameters, _ in units for p in parameters if p.dim() == 1]
-    apart = [(vectors, [])]  # sites are for ZeRO-3
-    for parameters, sites in units:
-        apart.append(([p for p in parameters if p.dim() != 1], sites))
-    return apart
 
 
 # ---- 2.7 mistakes that nobody would see ----

@@ -459,6 +459,7 @@ def check_sent_first(zero):
     ours.keep_sum = lambda unit: (events.append(ours.units.index(unit)), keep_sum(unit))
     inputs, loss_of = hybrid.in_microbatches(*whole_batch(0), 1)
     hybrid.pipeline.step(inputs, loss_of)
+    hybrid.pipeline.end_sums()
     assert len(events) == 4 + len(ours.units) * (1 if zero < 2 else 2)
     *_, last = [event for event in events if event in (0, ("B", 1, 0))]
     assert last == 0, events
