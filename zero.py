@@ -193,18 +193,6 @@ class Unit:
                 self.parts.append(
                     Part(p, low - span.start, self.shard[here], self.grad[here], master))
 
-    def lend_gradients(self):
-        """To the masters. An optimizer leaves those alone that have none."""
-        for part in self.parts:
-            if part.parameter.requires_grad:  # it may have been frozen since
-                # the part's own, or a copy in master's dtype, on its device
-                part.master.grad = part.grad.to(part.master)
-
-    def take_masters(self):
-        for part in self.parts:
-            part.master.grad = None
-        self.shard.copy_(self.masters)  # where they are one tensor it is there already
-
     # -- full
 
     def gather(self, group):
@@ -270,7 +258,7 @@ class ZeRO1:
         for part in self.parts:
             part.master.stepped_by = self  # for refuse_step
         self.summing = None  # (unit, work): the sum that is under way
-        self.expect_gradients()
+        self.begin_micro_batch()
 
     # -- what a rank keeps of a unit between uses, see Unit
 
@@ -287,11 +275,12 @@ class ZeRO1:
 
     def zero_grad(self):
         self.assert_summed()
+        self.begin_micro_batch()  # what an evaluation has left in ZeRO3 goes
         for unit in self.units:
             unit.grad.zero_()
         self.now = "zeroed"
 
-    def expect_gradients(self):
+    def begin_micro_batch(self):
         self.pending = self.units[::-1]  # not summed yet, in the order of summing: as backward goes
         self.arrived = set()  # parameters whose gradients of this backward are complete
 
@@ -339,7 +328,7 @@ class ZeRO1:
         while self.pending:
             self.sum_next()
         self.end_sum()
-        self.expect_gradients()
+        self.begin_micro_batch()
         self.now = "summed"
 
     def assert_summed(self):
@@ -372,14 +361,19 @@ class ZeRO1:
         self.end_step()
 
     def begin_step(self):
+        """Lends the masters their gradients."""
         self.assert_summed()
         self.now = "stepping"
-        for unit in self.units:
-            unit.lend_gradients()
+        for part in self.parts:
+            if part.parameter.requires_grad:  # frozen since: an optimizer steps none without grad
+                # the part's own, or a copy in master's dtype, on its device
+                part.master.grad = part.grad.to(part.master)
 
     def end_step(self):
+        for part in self.parts:
+            part.master.grad = None
         for unit in self.units:
-            unit.take_masters()
+            unit.shard.copy_(unit.masters)  # where they are one tensor it is there already
             self.renew(unit)
         for unit in self.units:
             unit.wait()
@@ -427,22 +421,18 @@ class ZeRO3(ZeRO2):
 
     offloads = *ZeRO2.offloads, "param"
 
-    def __init__(self, units, group=None, offload="none", reduce_dtype=None):
-        super().__init__(units, group, offload, reduce_dtype)
-        self.entered = []  # this micro-batch's units in the order of use, forward then backward
-        self.expected = []  # those of the micro-batch before: by them this one gathers ahead
-        for unit in self.units:
-            for site in unit.sites:
-                site.register_state_dict_pre_hook(refuse_state_dict)
-                site.register_forward_pre_hook(partial(self.enter, unit))
-                if type(site) is not nn.Embedding:  # an embedding's backward reads no parameter
-                    site.register_forward_hook(partial(self.watch, unit))
+    expected = ()  # the units that the micro-batch before has entered: by it this one gathers ahead
 
     def keep(self, unit):
         super().keep(unit)
         home = "cpu" if self.offload == "param" else unit.full.device
         unit.shard = unit.shard.to(home, copy=True)  # it stays when full goes
         self.free(unit)
+        for site in unit.sites:
+            site.register_state_dict_pre_hook(refuse_state_dict)
+            site.register_forward_pre_hook(partial(self.enter, unit))
+            if type(site) is not nn.Embedding:  # an embedding's backward reads no parameter
+                site.register_forward_hook(partial(self.watch, unit))
 
     def fetch(self, unit):
         """Begins to gather a unit, unless it is here or on its way."""
@@ -488,19 +478,15 @@ class ZeRO3(ZeRO2):
         if visit + 1 < len(self.expected) and self.expected[visit] is unit:
             self.fetch(self.expected[visit + 1])
 
-    def end_micro_batch(self):
+    def begin_micro_batch(self):
+        super().begin_micro_batch()
+        self.entered = []  # this micro-batch's units in the order of use, forward then backward
         for unit in self.units:
             self.free(unit)  # the last one, and what an evaluation has left
-        self.entered = []
-
-    def zero_grad(self):
-        super().zero_grad()
-        self.end_micro_batch()  # an evaluation has entered units, too
 
     def reduce(self):
-        super().reduce()
         self.expected = self.entered
-        self.end_micro_batch()
+        super().reduce()
 
     def renew(self, unit):
         """An evaluation may have left old numbers in full. The next use gathers the new ones."""
@@ -603,8 +589,7 @@ def refuse_step(optimizer, *_):
     params = [p for group in optimizer.param_groups for p in group["params"]]
     zeros = {p.stepped_by for p in params if hasattr(p, "stepped_by")}
     assert None not in zeros, "make the optimizer of the parameter_groups() of ZeRO, or Hybrid"
-    is_called_by_zero = any(zero.now == "stepping" for zero in zeros)
-    assert is_called_by_zero or not zeros, (
+    assert all(zero.now == "stepping" for zero in zeros), (
         "call zero.step(optimizer) (train_step of hybrid_3d), not optimizer.step()")
 
 
