@@ -149,9 +149,11 @@ def idea_step(model, optimizer, x, y, valid, clip):
 
 # This rank's part of a parameter p: p.flatten()[first:first + len(value)].
 # value    these numbers, in its unit's shard
-# here     where they are in shard, and their gradients in sum
+# here     where they are in shard, and their gradients in a Sum's sum
 # master   the nn.Parameter that the optimizer steps: it shares value's memory
 Part = namedtuple("Part", "parameter first value here master")
+# A sum of a unit's gradients, (chunk,), that is under way. buffer: of what, which lives until then
+Sum = namedtuple("Sum", "unit sum work buffer")
 
 
 class Unit:
@@ -162,7 +164,7 @@ class Unit:
                   chunk 0 | chunk 1 | ..    equal chunks of both; a parameter may be in several
 
         shard     this rank's chunk of the parameters, (chunk,), in fp32 or wider: it stays
-        sum       its chunk of all ranks' gradients
+        sum       its chunk of all ranks' gradients, see Sum
 
     Between uses full has no memory, and parameters are empty. What autograd has saved for backward
     are views of full: they lose and regain memory with it.
@@ -188,10 +190,6 @@ class Unit:
         self.mine = slice(rank * self.chunk, (rank + 1) * self.chunk)  # in full and in buffer
         self.places = self.views(self.full)  # {parameter: its view of full}
         self.shard = like.new_zeros(self.chunk, dtype=wide, device=home)
-        self.buffer = None  # there is one while a sum is under way
-        self.sum = None
-        self.reducing = None  # the sum of buffer over the group that is under way
-        self.adding = None  # the sum of sum over replicas that is under way
         self.gathering = None  # the all-gather into full that is under way
         self.cut()
 
@@ -260,36 +258,18 @@ class Unit:
 
     def start_sum(self):
         """Begins to sum over the group what autograd has left in the parameters' grad."""
-        self.end_adding()  # in one backward there may be two sums of a unit
-        self.buffer = self.shard.new_zeros(self.full.shape, device=self.full.device)
-        for p, slot in self.views(self.buffer).items():
+        buffer = self.shard.new_zeros(self.full.shape, device=self.full.device)
+        for p, slot in self.views(buffer).items():
             if p.grad is not None:  # this backward has used it
                 slot.copy_(p.grad)  # in shard's dtype: bf16 gradients are summed in fp32
                 p.grad = None
-        self.sum = self.buffer.new_empty(self.chunk)
-        # partial -> sharded
-        self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)
+        own = buffer.new_empty(self.chunk)
+        work = reduce_scatter(own, buffer, group=self.group, async_op=True)  # partial -> sharded
+        return Sum(self, own, work, buffer)
 
-    def end_sum(self):
-        self.reducing.wait()
-        self.reducing = None
-        self.buffer = None
-        if self.replicas is None:
-            self.add_sum()
-        else:  # it ends with backward
-            # partial -> replicated, of 1/N of the numbers
-            self.adding = dist.all_reduce(self.sum, group=self.replicas, async_op=True)
-
-    def end_adding(self):
-        if self.adding:
-            self.adding.wait()
-            self.adding = None
-            self.add_sum()
-
-    def add_sum(self):
-        """Adds this backward's sum to the masters' gradients."""
-        gradient = self.sum.to(self.shard.device)
-        self.sum = None
+    def add(self, gradient):
+        """Adds a backward's sum, (chunk,), to the masters' gradients."""
+        gradient = gradient.to(self.shard.device)
         for part in self.parts:
             new = gradient[part.here]
             if part.master.grad is None:
@@ -350,7 +330,8 @@ class FSDP(nn.Module):
         assert self.units, "all parameters are frozen: nothing to shard"
         self.parts = [part for unit in self.units for part in unit.parts]
         self.masters = nn.ParameterList(part.master for part in self.parts)
-        self.summing = None  # the unit whose sum is under way
+        self.summing = None  # the Sum over the group that is under way
+        self.adding = []  # Sums over replicas that are: they end with backward
         self.summed = set()  # units whose sums this backward has begun
         self.in_backward = False
         self.add_hooks(sharded, rest)
@@ -434,11 +415,20 @@ class FSDP(nn.Module):
 
     def sum_next(self, unit):
         """Ends the sum that is under way, if any, and begins this one: one at a time."""
-        if self.summing:
-            self.summing.end_sum()
-        unit.start_sum()
-        self.summing = unit
+        self.end_sum()
+        self.summing = unit.start_sum()
         self.summed.add(unit)
+
+    def end_sum(self):
+        if self.summing:
+            unit, own, work, _ = self.summing
+            self.summing = None
+            work.wait()
+            if unit.replicas is None:
+                unit.add(own)
+            else:  # partial -> replicated, of 1/N of the numbers
+                work = dist.all_reduce(own, group=unit.replicas, async_op=True)
+                self.adding.append(Sum(unit, own, work, buffer=None))
 
     def end_backward(self):
         self.free()
@@ -446,10 +436,11 @@ class FSDP(nn.Module):
             late = any(p.grad is not None for p in unit.shapes)  # of casts that autocast has kept
             if late or unit not in self.summed:
                 self.sum_next(unit)
-        self.summing.end_sum()
-        for unit in self.units:
-            unit.end_adding()
-        self.summing = None
+        self.end_sum()
+        for unit, own, work, _ in self.adding:
+            work.wait()
+            unit.add(own)
+        self.adding = []
         self.summed = set()
         self.in_backward = False
 
