@@ -44,6 +44,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import cache, partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -392,7 +393,16 @@ class Stages(nn.ModuleList):
         self.names = {p: names[p] for _, p in super().named_parameters()}  # of this rank's alone
         self.shared = {}  # {parameter that other ranks have, too: the group of its ranks}
         new_group = cache(dist.new_group)  # one group for the same ranks
-        for p, ranks in ranks_of(whole, mail).items():
+        places = defaultdict(set)  # {parameter: its places in a pipeline}
+        for stage, module in enumerate(whole):
+            for part in module.modules():
+                differs = hasattr(part, "tp") or hasattr(part, "is_of_experts")
+                assert len(mail.pipelines) == 1 or not differs, (
+                    "ranks may have different pieces, or different experts: take hybrid_3d.py")
+            for p in module.parameters():
+                places[p].add(home[stage])
+        for p in places:
+            ranks = tuple(ranks[place] for ranks in mail.pipelines for place in sorted(places[p]))
             if len(ranks) > 1:
                 group = new_group(ranks)  # every rank makes it
                 if dist.get_rank() in ranks:
@@ -408,15 +418,11 @@ class Stages(nn.ModuleList):
 
     def reduce(self):
         """After all backwards of a step: sums the gradients of what several ranks have."""
-        works = []
         for p, group in self.shared.items():
             if p.requires_grad:
                 if p.grad is None:  # not used here; the others wait for its summand
                     p.grad = torch.zeros_like(p)
-                # partial -> replicated
-                works.append(dist.all_reduce(p.grad, group=group, async_op=True))
-        for work in works:
-            work.wait()
+                dist.all_reduce(p.grad, group=group)  # partial -> replicated
 
     def clip_grad_norm_(self, max_norm):
         """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
@@ -433,20 +439,6 @@ class Stages(nn.ModuleList):
             finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: then nothing is scaled
             nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, finite)
         return norm
-
-
-def ranks_of(whole, mail):
-    """-> {parameter: the ranks that have it, of all pipelines}"""
-    places = defaultdict(set)  # {parameter: its places in a pipeline}
-    for stage, module in enumerate(whole):
-        for part in module.modules():
-            differs = hasattr(part, "tp") or hasattr(part, "is_of_experts")
-            assert len(mail.pipelines) == 1 or not differs, (
-                "ranks may have different pieces, or different experts: take hybrid_3d.py")
-        for p in module.parameters():
-            places[p].add(mail.home[stage])
-    return {p: tuple(ranks[place] for ranks in mail.pipelines for place in sorted(places[p]))
-            for p in places}
 
 
 def names_of(stages):
@@ -507,36 +499,33 @@ def carve(model, chain, layers):
     home = {f"{chain.layers}.{i}": number for i, number in enumerate(numbers)}  # {name: its stage}
     home.update(dict.fromkeys(chain.first, 0))
     home.update(dict.fromkeys(chain.last, len(layers) - 1))
+    for name in home:
+        attrgetter(name)(model)  # raises if there is none: all stages would run what was meant
     stages = []
     for number in range(len(layers)):
-        stage = shallow(model)
-        for name in home:
-            if home[name] != number:
-                exchange(stage, name)
+        stage = cut_out(number, model, home)
         stage.forward = partial(chain.call, stage.forward)
         stages.append(stage)
     return stages
 
 
-def shallow(module):
-    """-> a copy of the module that shares its submodules and parameters."""
+def cut_out(number, module, home, path=""):
+    """-> a copy of the module, with HandsOns for what is not stage `number`'s. It shares the rest.
+
+    home: {name: its stage}, of modules that one stage runs. path: the module's own name, and a dot
+    """
     assert "forward" not in vars(module), "its forward would see all layers: replace it after carve"
     twin = copy.copy(module)
     # copy.copy shares the dicts of submodules, of hooks, .. as well: the twin gets its own
     dicts = {key: value.copy() for key, value in vars(module).items() if isinstance(value, dict)}
     vars(twin).update(dicts)
+    for key, child in module._modules.items():
+        name = path + key
+        if home.get(name, number) != number:
+            twin._modules[key] = HandsOn(child)
+        elif any(each.startswith(f"{name}.") for each in home):
+            twin._modules[key] = cut_out(number, child, home, f"{name}.")
     return twin
-
-
-def exchange(module, name):
-    """Puts a HandsOn in the place of module.name, and leaves what shares submodules as it is."""
-    *path, last = name.split(".")
-    for step in path:
-        module._modules[step] = shallow(module._modules[step])
-        module = module._modules[step]
-    is_module = last in module._modules or getattr(module, last, 0) is None
-    assert is_module, f"{name} is no module: every stage would run it"
-    module._modules[last] = HandsOn(module._modules.get(last))
 
 
 class HandsOn(nn.Module):
