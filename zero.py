@@ -140,7 +140,7 @@ class Unit:
     What each stage cuts shows in which of these have memory, and when:
 
                   ZeRO1             ZeRO2                      ZeRO3
-        full      always            always                     from fetch to free
+        full      always            always                     from gather to free
         buffer    always            first gradient .. its sum  first gradient .. its sum
         shard     a view of full    a view of full             its own
         grad      a view of buffer  its own                    its own
@@ -196,16 +196,33 @@ class Unit:
     # -- full
 
     def gather(self, group):
-        """Begins to fetch the other ranks' chunks of full."""
-        own = self.full[self.mine]
-        # sharded -> replicated, in place
-        self.gathering = all_gather(self.full, own, group=group, async_op=True)
+        """Begins to gather full, unless it is here or on its way."""
+        memory = self.full.untyped_storage()
+        if memory.nbytes() == 0:
+            memory.resize_(self.full.nbytes)
+            for p, place in self.places.items():
+                # By .data p gets full's memory, but not its version counter, by which autograd
+                # would take each gather for a change of p, and refuse to go backward.
+                p.data = place
+            own = self.full[self.mine]
+            own.copy_(self.shard)  # which may be on the CPU
+            # sharded -> replicated, in place
+            self.gathering = all_gather(self.full, own, group=group, async_op=True)
 
     def wait(self):
         """After this the parameters can be used. On GPUs the stream waits for it, not the host."""
         if self.gathering:
             self.gathering.wait()
             self.gathering = None
+
+    def free(self):
+        """Memory goes from under all views of full, also those that autograd keeps for backward."""
+        self.wait()  # not while a collective writes into it
+        self.full.untyped_storage().resize_(0)
+        for p, place in self.places.items():
+            # Empty, but with as many dims as before (a scalar gets one): autograd wants a gradient
+            # to have as many, and users make groups by p.dim()
+            p.data = torch.atleast_1d(place)[:0]
 
 
 # What a rank steps of a parameter p: p.flatten()[first:first + len(value)].
@@ -380,8 +397,10 @@ class ZeRO1:
         self.now = "stepped"
 
     def renew(self, unit):
-        """Begins to fetch the other ranks' new chunks: what full has of them is old."""
-        unit.gather(self.group)
+        """Begins to gather the other ranks' new chunks: what full has of them is old."""
+        own = unit.full[unit.mine]
+        # sharded -> replicated, in place
+        unit.gathering = all_gather(unit.full, own, group=self.group, async_op=True)
 
     # -- the whole: {parameter: whole tensor} on every rank. All must call it
 
@@ -427,33 +446,12 @@ class ZeRO3(ZeRO2):
         super().keep(unit)
         home = "cpu" if self.offload == "param" else unit.full.device
         unit.shard = unit.shard.to(home, copy=True)  # it stays when full goes
-        self.free(unit)
+        unit.free()
         for site in unit.sites:
             site.register_state_dict_pre_hook(refuse_state_dict)
             site.register_forward_pre_hook(partial(self.enter, unit))
             if type(site) is not nn.Embedding:  # an embedding's backward reads no parameter
                 site.register_forward_hook(partial(self.watch, unit))
-
-    def fetch(self, unit):
-        """Begins to gather a unit, unless it is here or on its way."""
-        memory = unit.full.untyped_storage()
-        if memory.nbytes() == 0:
-            memory.resize_(unit.full.nbytes)
-            for p, place in unit.places.items():
-                # By .data p gets full's memory, but not its version counter, by which autograd
-                # would take each gather for a change of p, and refuse to go backward.
-                p.data = place
-            unit.full[unit.mine] = unit.shard
-            unit.gather(self.group)
-
-    def free(self, unit):
-        """Memory goes from under all views of full, also those that autograd keeps for backward."""
-        unit.wait()  # not while a collective writes into it
-        unit.full.untyped_storage().resize_(0)
-        for p, place in unit.places.items():
-            # Empty, but with as many dims as before (a scalar gets one): autograd wants a gradient
-            # to have as many, and users make groups by p.dim()
-            p.data = torch.atleast_1d(place)[:0]
 
     def __deepcopy__(self, memo):  # a copied model comes here by its hooks
         raise RuntimeError("in stage 3 parameters are empty: copy the model before ZeRO3")
@@ -470,19 +468,19 @@ class ZeRO3(ZeRO2):
         """Forward or backward has come to a unit: free the last, gather this, prefetch the next."""
         visit = len(self.entered)
         if visit > 0 and self.entered[-1] is not unit:
-            self.free(self.entered[-1])
-        self.fetch(unit)
+            self.entered[-1].free()
+        unit.gather(self.group)
         unit.wait()
         self.entered.append(unit)
         # The micro-batch before entered expected[visit + 1] after this unit. It travels meanwhile.
         if visit + 1 < len(self.expected) and self.expected[visit] is unit:
-            self.fetch(self.expected[visit + 1])
+            self.expected[visit + 1].gather(self.group)
 
     def begin_micro_batch(self):
         super().begin_micro_batch()
         self.entered = []  # this micro-batch's units in the order of use, forward then backward
         for unit in self.units:
-            self.free(unit)  # the last one, and what an evaluation has left
+            unit.free()  # the last one, and what an evaluation has left
 
     def reduce(self):
         self.expected = self.entered
@@ -490,7 +488,7 @@ class ZeRO3(ZeRO2):
 
     def renew(self, unit):
         """An evaluation may have left old numbers in full. The next use gathers the new ones."""
-        self.free(unit)
+        unit.free()
 
 
 # -- around the ladder
