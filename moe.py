@@ -155,15 +155,15 @@ def dense_and_experts(model):
 
 
 def gradient_norm(model, ep):
-    """Of the whole model, in fp32 or better. All ranks have what is dense: it counts once."""
+    """Of the whole model, in fp32 or better. All ranks have what is dense: the first counts it."""
     dense, experts = dense_and_experts(model)
-    squares = dense[0].new_zeros(2, dtype=torch.promote_types(dense[0].dtype, torch.float32))
-    for i, parameters in enumerate((dense, experts)):
-        for p in parameters:
-            if p.grad is not None:
-                squares[i] += torch.linalg.vector_norm(p.grad, dtype=squares.dtype).square()
-    dist.all_reduce(squares[1], group=ep)  # partial -> replicated
-    return squares.sum().sqrt()
+    counted = dense + experts if ep.rank() == 0 else experts
+    square = dense[0].new_zeros((), dtype=torch.promote_types(dense[0].dtype, torch.float32))
+    for p in counted:
+        if p.grad is not None:
+            square += torch.linalg.vector_norm(p.grad, dtype=square.dtype).square()
+    dist.all_reduce(square, group=ep)  # partial -> replicated
+    return square.sqrt()
 
 
 def all_reduce_gradients(model, replicas):

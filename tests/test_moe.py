@@ -357,8 +357,8 @@ IDEAS_BUGS = [
     ("(dist.group.WORLD, replicas)", "(None, None)"),
     ("dist.all_reduce(p.grad, group=group)", "pass"),
     ("    all_reduce_gradients(model, replicas)\n", ""),
-    ("dist.all_reduce(squares[1], group=ep)", "pass"),
-    ("dist.all_reduce(squares[1], group=ep)", "dist.all_reduce(squares, group=ep)"),
+    ("dist.all_reduce(square, group=ep)", "pass"),
+    ("dense + experts if ep.rank() == 0 else experts", "dense + experts"),
     ('reduction="sum") / valid', 'reduction="mean")'),
     ("    nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)\n", ""),
 ]
