@@ -61,16 +61,5 @@ def check_any_optimizer():
         torch.testing.assert_close(shares[p].part.data, p.detach().chunk(2, dim)[rank])
 
 
-def check_fewer_matrices_than_ranks():
-    """All of the only one is on the second rank."""
-    rank = torch.distributed.get_rank()
-    part = torch.nn.Parameter(torch.ones(4 * rank))
-    part.grad = torch.ones_like(part)
-    share = Share(part, (2, 2), [0, 4])
-    with WholeMatrices({part: share}):
-        assert len(share.matrices) == rank
-
-
 def test_any_optimizer_of_whole_matrices():
     run_ranks(check_any_optimizer, 2)
-    run_ranks(check_fewer_matrices_than_ranks, 2)

@@ -358,7 +358,8 @@ def check_idea(schedule="1f1b", *bug):
     stage = model[layers.start:layers.stop]
     optimizer = adamw(stage.parameters(), 1e-2)
     shared = {}
-    for (one, _), homes in zip(ties(model), [{0, p - 1}, {3 // size, 4 // size}]):
+    ranks_of_ties = [{0, p - 1}, {3 // size, 4 // size}]
+    for (one, _), homes in zip(ties(model), ranks_of_ties):
         group = dist.new_group(sorted(homes))
         if rank in homes:
             shared[one.weight] = group
