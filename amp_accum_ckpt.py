@@ -35,8 +35,8 @@ selective only its cheap operations. Each of dp ranks sends 2 (dp-1)/dp * 4 P by
 Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Korthikanti
 2022, arXiv:2205.05198, section 5: Megatron's selective makes attention again, ours keeps it.
 At work: torch.amp, torch.utils.checkpoint, linear_cross_entropy, part 4 below.
-Not for: weights of two dtypes; fp16 with zero.py; checkpointed forwards that change their arguments
-in place, and more under full, see there.
+Not for: weights of two dtypes; fp16 with zero.py (but see its step()); checkpointed forwards that
+change their arguments in place, and more under full, see there.
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
 from contextlib import contextmanager, suppress

@@ -32,17 +32,10 @@ import torch.nn.functional as F
 # F hidden width of the MLP   V vocabulary   L layers
 
 
-def attend(q, k, v, documents=None):
-    """Causal attention: q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D).
-
-    documents (B, T): the number of each token's document, if it sees that one alone.
-    """
-    mask = None
-    if documents is not None:
-        same = documents[:, None, :, None] == documents[:, None, None, :]
-        mask = same.tril()
+def attend(q, k, v):
+    """Causal attention: q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D)."""
     shared = q.shape[1] != k.shape[1]  # H/K heads share a key-value head
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=shared)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
 
 
 def positions(length, device):

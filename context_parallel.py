@@ -51,7 +51,7 @@ from torch.autograd.function import once_differentiable
 import sys
 from functools import cache, partial
 
-from common import attend as plain_attend, clip_gradients, loss_sum
+from common import clip_gradients, loss_sum
 
 # ---- 1. the idea -------------------------------------------------------------
 
@@ -516,14 +516,10 @@ def parallelize(model, ring):
     def where(length, device):  # this rank has `length` tokens
         return ring.positions(ring.cp * length, device)
 
-    attend_by(model, ring.attend)
+    for block in model.blocks:
+        block.attn.attend = ring.attend
     number_tokens(model, where)
     return model
-
-
-def attend_by(model, attend):
-    for block in model.blocks:
-        block.attn.attend = attend
 
 
 def number_tokens(model, positions):
@@ -584,7 +580,6 @@ def evaluate_at_work(model, mesh, x, y):
 KINDS = {"ring": Ring, "zigzag": Zigzag, "allgather": AllGather, "ulysses": Ulysses}
 FLAGS = {
     "--attn": dict(default="zigzag", choices=tuple(KINDS), help="how queries meet others' keys"),
-    "--documents": dict(action="store_true", course=True, help="tokens see their own line alone"),
 }
 VARIANTS = ("--attn ring", "--attn zigzag", "--attn allgather", "--attn ulysses")
 
@@ -601,8 +596,8 @@ def refuse(args, require):
         on_gpu = torch.cuda.is_available() and args.device != "cpu" and not args.dry_run
         # in fp32 torch does not cut off the padding of its kernel, to a multiple of 32 queries
         fits = args.dtype == "bf16" or args.dtype == "fp32" and seq % (64 * cp) == 0
-        require(on_gpu and fits and not args.documents, "torch's context_parallel needs GPUs, bf16 "
-                f"(or fp32 and --seq a multiple of {64 * cp}), and no --documents")
+        require(on_gpu and fits, "torch's context_parallel needs GPUs, bf16 (or fp32 and --seq a "
+                f"multiple of {64 * cp})")
 
 
 def set_up(run, impl):
@@ -619,28 +614,7 @@ def set_up(run, impl):
     if impl == "idea":
         begin_alike(model)
         step = idea_step
-    evaluate = partial(loss_of_own, model, ring=ring)
-    if run.args.documents:
-        step = packed(step, model, ring.attend)
-        evaluate = packed(evaluate, model, ring.attend)
-    return run.side(model, optimizer, step, evaluate=evaluate)
-
-
-def packed(call, model, attend):
-    """-> call, which tells attention the documents first. At a newline the next one begins."""
-
-    def told(*operands):
-        x = next(each for each in operands if torch.is_tensor(each))  # (B, T); y comes behind it
-        attend_by(model, partial(attend, documents=(x == ord("\n")).cumsum(1)))
-        return call(*operands)
-
-    return told
-
-
-def packed_plain(run):  # for --check
-    model = run.build()
-    model.forward = packed(model.forward, model, plain_attend)
-    return run.plain(model)
+    return run.side(model, optimizer, step, evaluate=partial(loss_of_own, model, ring=ring))
 
 
 def textbook(run):
@@ -677,7 +651,7 @@ def main():
         run.train({impl: set_up(run, impl) for impl in run.impls}, rows=range(args.batch))
         if args.impl != "torch":
             run.textbook(textbook(run))
-        return run.finish(partial(packed_plain, run) if args.documents else None)
+        return run.finish()
 
 
 if __name__ == "__main__":

@@ -196,11 +196,7 @@ Start = namedtuple("Start", "folder flag steps extra", defaults=(None, "", 0, {}
 # steps    that training has behind it there; 0 if the weights alone are wanted
 # extra    what the run that wrote it has added: see Side.extra
 
-# Where these differ, so do names or shapes of tensors. Not seq, although learned positions have a
-# row for each: --init-from may take the first rows of more, see misfit(). The number of heads shows
-# in no shape.
-SIZES = ("heads", "layers", "width", "vocab", "form", "kv_heads", "hidden", "head_dim")
-# What losses depend on besides. What one of two scripts has no flag for is not compared.
+# What losses depend on besides the model. What one of two scripts has no flag for is not compared.
 COURSE = ("dtype", "seed", "batch", "data", "pad", "lr", "clip", "warmup", "decay", "min_lr",
           "train")  # and a script's own flags with `course`
 
@@ -209,7 +205,7 @@ def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {name: getattr(args, name) for name in (*COURSE, *args.course)}
     mine.update(args.cfg._asdict(), form=args.cfg.form.name)
-    mine["held_out"] = bool(args.eval_every)  # the corpus is shorter then
+    mine["eval_every"] = bool(args.eval_every)  # the corpus is shorter then
     if args.decay != "none":
         mine["steps"] = args.steps  # the rate at every step depends on it
     return mine
@@ -235,7 +231,7 @@ def reason(error):
 
 @contextmanager
 def loading(flag, place):
-    """What DCP raises in here, on a rank alone, ends the run."""
+    """What cannot be read in here, on a rank alone, ends the run."""
     from harness.dcp import checkpoint
 
     try:
@@ -244,6 +240,8 @@ def loading(flag, place):
         [(error, _)] = fault.failures.values()
         require(False, f"{flag} {place}: a file of it is missing or damaged ({reason(error)}); "
                 "one before it may be whole")
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
+        require(False, f"{flag} {place}: {reason(error)}")
 
 
 def newest(folder, flag):
@@ -254,13 +252,10 @@ def newest(folder, flag):
         steps = numbered(folder)
         require(steps, f"{flag} {folder}: no whole checkpoint there")
         place = place / str(steps[-1])
-    try:
-        with loading(flag, place):
-            [text] = read_whole(place, lambda name: name == "notes").values()
+    with loading(flag, place):
+        [text] = read_whole(place, lambda name: name == "notes").values()
         notes = json.loads(bytes(text.tolist()))
         return place, {name: notes[name] for name in ("steps", "identity", "extra")}
-    except (OSError, ValueError, LookupError, RuntimeError) as error:
-        require(False, f"{flag} {place}: {reason(error)}")
 
 
 def begin(args):
@@ -289,12 +284,13 @@ def start_from(folder, flag, args):
     kept = {name: found[name] for name in ("theta", "eps") if name in found}
     args.cfg = args.cfg._replace(**kept)
     now = identity(args)
-    names = [*SIZES, *(args.of_model if flag == "--init-from" else now)]
+    names = list(now)
+    if flag == "--init-from":  # not seq: it takes the first rows of more positions, see misfit()
+        names = [name for name in (*args.cfg._fields, *args.of_model) if name != "seq"]
     for name in names:
-        word = "--eval-every" if name == "held_out" else name
         if name in found and name in now:
             require(found[name] == now[name],
-                    f"{flag} {place}: saved with {word} {found[name]}, not {now[name]}")
+                    f"{flag} {place}: saved with {name} {found[name]}, not {now[name]}")
     if flag == "--init-from":
         return Start(place, flag)
     steps = notes["steps"]
@@ -306,8 +302,7 @@ def refuse_unusable(folder, start):
     """Ends the run if its checkpoints cannot be saved there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         require(False, f"--save {folder}: {reason(error)}")
     goes_on = start.steps and start.folder.resolve().parent == folder.resolve()
@@ -369,7 +364,6 @@ class Saver:
         """Until the last checkpoint is written."""
         if self.pending:
             self.pending.result()
-            self.pending = None
 
 
 def write_whole(folder, state, identity):

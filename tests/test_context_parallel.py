@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import amp_accum_ckpt
@@ -26,16 +27,16 @@ IDEA = ("--impl", "idea")
 
 @pytest.mark.parametrize("world, flags", [
     (1, IDEA),
-    (2, [*IDEA, *LLAMA, "--documents"]),
+    (2, [*IDEA, *LLAMA]),
     (4, IDEA),
     (2, ["--attn", "allgather", *LLAMA]),
-    (4, ["--attn", "allgather", "--documents"]),
+    (4, ["--attn", "allgather"]),
     (2, ["--attn", "ulysses"]),
-    (2, ["--attn", "ulysses", *QWEN, "--documents"]),
+    (2, ["--attn", "ulysses", *QWEN]),
     (4, ["--attn", "zigzag", *LLAMA]),
-    (4, ["--attn", "zigzag", *QWEN, "--documents"]),
-    (3, ["--attn", "ring", "--seq", "18", "--documents"]),
-    (2, ["--train", r"blocks\.1\.|^norm", "--eval-every", "2", "--documents", "--attn", "ring"]),
+    (4, ["--attn", "zigzag", *QWEN]),
+    (3, ["--attn", "ring", "--seq", "18"]),
+    (2, ["--train", r"blocks\.1\.|^norm", "--eval-every", "2", "--attn", "ring"]),
 ])
 def test_equals_one_process(world, flags):
     check_equal("context_parallel", world, *flags)
@@ -132,6 +133,13 @@ def test_formulas_are_what_kernels_compute(dtype, gap, monkeypatch):
 # ---- the copy --------------------------------------------------------------------
 
 
+def plain_attend(q, k, v, documents):
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    if documents is not None:
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
 def loss_of(model, x, y, attend, packed, own=slice(None), **positions):
     documents = (x % 5 == 0).cumsum(1) if packed else None
     for layer in model.layers:
@@ -159,7 +167,7 @@ def check_copy(name, heads, kv_heads, *bug):
         model = llama(heads, kv_heads, dist.get_rank())
         copy.begin_alike(model)
         optimizer = adamw(model.parameters(), 1e-2)
-        plain = partial(loss_of, attend=attend, packed=packed)
+        plain = partial(loss_of, attend=plain_attend, packed=packed)
         steps = trained(llama(heads, kv_heads, 0), loss_of=plain)
         for step, (_, gradients, norm, state) in enumerate(steps):
             optimizer.zero_grad()
@@ -230,7 +238,7 @@ def test_a_model_of_transformers():
 @pytest.mark.parametrize("world, flags", [
     (4, ["--attn", "zigzag", *LLAMA, "--dtype", "bf16"]),  # on 2 ranks cp is 2 (cp - 1)
     (4, ["--attn", "allgather", *QWEN]),
-    (2, ["--attn", "ulysses", *LLAMA, "--documents"]),
+    (2, ["--attn", "ulysses", *LLAMA]),
     (4, [*IDEA, *LLAMA]),
 ])
 def test_cost(world, flags):

@@ -103,7 +103,6 @@ REFUSED = [
     ({"model_type": "qwen2"}, "model_type is qwen2, not one of gpt2, "),
     ({"n_layer": 3}, "has no 'h.2.ln_1.weight'"),
     ({"n_layer": 1}, "the weights have h.1."),
-    ({"n_head": 0}, "n_head is 0, no size"),
     ({"n_head": 5}, "5 heads do not divide"),
 ]
 

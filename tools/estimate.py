@@ -158,8 +158,6 @@ def states(job, stage):
     }
     if job.zero >= 2:  # of what is tied only the optimizer's states are cut
         found["gradients"] += job.b * tied_on(job, stage) * (1 - 1 / (2 * job.data))
-    if job.zero == 3:
-        found["parameters"] += job.b * tied_on(job, stage) * (1 - 1 / (2 * job.data))
     return found
 
 
@@ -340,11 +338,8 @@ def seconds_on_dp(job, rank, arithmetic):
     Nothing hides the parameters that ZeRO-1 and 2 gather."""
     seconds = bytes_on_dp(job, rank) / bandwidth(job.at, job.tp * job.data)
     rounds = job.micro if job.zero >= 2 else 1
-    behind = seconds * (1 - 1 / (1 + job.blocks[rank]))
-    if job.zero == 1:
-        behind /= 2
-    if job.zero == 2:
-        behind *= job.micro / (job.micro + 1)
+    sums = {1: 1 / 2, 2: job.micro / (job.micro + 1)}.get(job.zero, 1)  # of all these bytes
+    behind = seconds * sums * (1 - 1 / (1 + job.blocks[rank]))
     room = arithmetic * rounds / job.micro
     if job.zero < 3:
         room *= 2 / 3  # backward's

@@ -45,10 +45,6 @@ def number(default, help, least=1e-9):
     return dict(type=float, default=default, least=least, most=1e18, help=help)
 
 
-def fixed(**settings):
-    return dict(help="fixed", **settings)
-
-
 def as_flag(name, value=None):
     """-> --tp, --tp 2, --sp or --no-sp"""
     flag = "--" + name.replace("_", "-")
@@ -75,12 +71,12 @@ OWN = {
     "--experts": dict(type=int, least=0, help="E in each layer, in the place of its MLP (0: none)"),
     "--top-k": dict(type=int, least=1, help="K, experts per token (2, or the preset's)"),
     "--shared": dict(action="store_true", help="one for every token"),
-    **{as_flag(axis): fixed(type=int, least=1) for axis in (*MESH, "micro", "ep")},
-    "--zero": fixed(type=int, least=0, most=3),
-    "--schedule": fixed(choices=tuple(IDLE)),
-    "--ckpt": fixed(choices=CKPTS),
-    "--attn": fixed(choices=("zigzag", "allgather", "ulysses")),
-    "--sp": fixed(action=argparse.BooleanOptionalAction),
+    **{as_flag(axis): dict(type=int, least=1, help="fixed") for axis in (*MESH, "micro", "ep")},
+    "--zero": dict(type=int, most=3, help="fixed"),
+    "--schedule": dict(choices=tuple(IDLE), help="fixed"),
+    "--ckpt": dict(choices=CKPTS, help="fixed"),
+    "--attn": dict(choices=("zigzag", "allgather", "ulysses"), help="fixed"),
+    "--sp": dict(action=argparse.BooleanOptionalAction, help="fixed"),
 }
 
 
@@ -216,8 +212,7 @@ def flags_of(lay, at):
     values.update(lay._asdict())
     if lay.cp == 1:
         del values["attn"]
-    values = {name: value for name, value in values.items() if value is not False}  # the default
-    return " ".join(as_flag(name, value) for name, value in values.items() if value is not None)
+    return " ".join(as_flag(name, value) for name, value in values.items() if value)
 
 
 def command(lay, at):

@@ -134,11 +134,7 @@ def sizes_of(config):
     kind = KINDS[name]
     for setting, possible in kind.must_be.items():
         refuse(setting, config.get(setting, possible[0]), possible)
-    sizes = {}
-    for ours, theirs in kind.sizes.items():
-        size = config[theirs]
-        require(type(size) is int and size > 0, f"config.json: {theirs} is {size}, no size")
-        sizes[ours] = size
+    sizes = {ours: config[theirs] for ours, theirs in kind.sizes.items()}
     width = sizes["width"]
     heads = sizes["heads"]
     if name == "gpt2":
