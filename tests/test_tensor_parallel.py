@@ -211,6 +211,8 @@ def check_refusals():
     scaled.embed_tokens = type("Scaled", (nn.Embedding,), {})(8, 12)
     for words, cuts, model in [
         ("called nowhere.*", {"nowhere.*": section.ColumnLinear}, Llama()),
+        ("q_proj, or none is left", {"*.q_proj": section.ColumnLinear,
+                                     "*.0.*.q_proj": section.RowLinear}, Llama()),
         ("Scaled.*: only a plain", plan(2), scaled),
         ("out_features=29.*: only a plain", plan(2), adapted),
         ("2 ranks for 3 heads of keys and values", plan(3), Llama()),
