@@ -447,17 +447,14 @@ class FSDP(nn.Module):
     # -- a step
 
     def parameter_groups(self, groups=None):
-        """groups: what an optimizer takes, parameters or dicts, of the module's parameters, which
-        still have their p.dim() -> dicts with this rank's masters, which are 1-D."""
+        """groups: dicts, as an optimizer takes them, of the module's parameters, which still have
+        their p.dim() -> dicts with this rank's masters, which are 1-D."""
         master_of = {part.parameter: part.master for part in self.parts}
         known = {p for unit in self.units for p in unit.shapes}
-        groups = list(groups or [{"params": list(master_of)}])
-        if torch.is_tensor(groups[0]):
-            groups = [{"params": groups}]
+        groups = groups or [{"params": list(master_of)}]
         ours = []
         for group in groups:
-            params = group["params"]
-            params = [params] if torch.is_tensor(params) else list(params)
+            params = list(group["params"])  # it may be a generator
             assert all(p in known or not p.requires_grad for p in params), "p is in no unit"
             masters = [master_of[p] for p in params if p in master_of]  # with a part here
             ours.append({**group, "params": masters})

@@ -454,9 +454,9 @@ class Hybrid(nn.Module):
             zero.sync = False  # backwards only add to it: it is summed once, in sum_gradients
             self.zeros.append(zero)
         self.tied = [*self.zeros]
-        apart = level == 2 and bool(self.pipeline.split)
         for number, stage in here.items():
             zeros = self.pipeline.zeros_of[number] = {}
+            apart = bool(self.pipeline.split)
             for axis, units in units_of_stage(stage, self.table, layers, apart).items():
                 if units:
                     zeros[axis] = LADDER[level](units, self.group[axis], reduce_dtype=reduce_dtype)
@@ -496,7 +496,7 @@ class Hybrid(nn.Module):
             yield self.table[p].name if p in self.table else name, p
 
     def parameter_groups(self, groups=None):
-        """groups: what an optimizer takes, of hybrid.named_parameters(), such as by name or p.dim()
+        """groups: dicts, as an optimizer takes, of hybrid.named_parameters(), by name or p.dim()
         -> dicts with our masters, which are flat."""
         return groups_of_masters(self.units, groups)
 
@@ -583,9 +583,9 @@ LADDER = ZeRO0, ZeRO1, ZeRO2, ZeRO3
 def units_of_stage(stage, table, layers, apart):
     """-> {axis: units}: over data what this stage alone has, over replicas its experts.
 
-    layers: the parameters of each are a unit. apart: what has one dim is a unit, too, the first.
-    ZeRO-2 keeps a unit's gradients from the first to the last, and norms' come in B, long before
-    Linears' in W.
+    layers: the parameters of each are a unit. apart, with Ws: what has one dim is a unit, too, the
+    first, which is summed last. Norms' gradients come in B, before a W begins sums: else units
+    would not be complete in W, and ZeRO-2 would keep them from B on.
     """
     found = {"data": {}, "replicas": {}}  # {axis: {number of the unit: unit}}
     for number, (parameters, sites) in enumerate(units_of(stage, layers)):
@@ -610,7 +610,7 @@ class SummingPipeline(SplitPipeline):
     def __init__(self, modules, mail):
         super().__init__(modules, mail)
         self.zeros_of = {}  # {stage: {axis: ZeRO}}, without what is tied; Hybrid fills it
-        self.ending = []  # ZeROs whose sums the last action has begun
+        self.ending = []  # ZeROs whose last sum is under way
         # Linears that tp has not cut are split by now; the forward of a cut one calls its multiply
         for module in nn.ModuleList(modules.values()).modules():
             if self.split and isinstance(module, ColumnLinear):
@@ -619,21 +619,28 @@ class SummingPipeline(SplitPipeline):
                 module.multiply = partial(split_linear, bias=None)  # it adds its bias after the sum
 
     def end_sums(self):
-        """And sums what this copy's rows have not used: all copies begin the same, in order."""
         while self.ending:
-            self.ending.pop(0).reduce()  # partial -> sharded
+            self.ending.pop().reduce()  # partial -> sharded
 
     def do(self, action, received, loss_of):
         self.end_sums()  # not in the action that begins them: what it makes is sent first
         kind, m, stage = action
+        zeros = []  # those whose sums begin in this action
         for axis, zero in self.zeros_of[stage].items():
             has_w = axis == "data" and (m, stage) in self.split
             completes = kind == ("W" if has_w else "B")
             each = isinstance(zero, ZeRO2)  # it sums in each micro-batch
-            zero.sync = completes if each else m == self.microbatches - 1
-            if completes and zero.sync:
-                self.ending.append(zero)
-        return super().do(action, received, loss_of)
+            zero.sync = completes and (each or m == self.microbatches - 1)
+            if zero.sync:
+                zeros.append(zero)
+        made = super().do(action, received, loss_of)
+        for zero in zeros:
+            # also what this copy's rows have not used: copies begin the same sums, in order, before
+            # they wait for what other stages send
+            while zero.pending:
+                zero.sum_next()
+            self.ending.append(zero)
+        return made
 
 
 # ---- 2.6 schedules with Ws: a backward in two parts, of what tp has cut ----

@@ -304,10 +304,10 @@ class MoE(nn.Module):
     def answer(self, rows, pieces, from_ranks):
         """Rows, sorted by source, in pieces: from rank 0 for each expert here, from rank 1
         likewise, .. -> their answers. pieces (ep, E/ep) and from_ranks: how large they are."""
-        # 0 0 0 1 2 2 3: the number of each row's piece, of rank 0 as drawn at the top
-        piece = torch.repeat_interleave(pieces.flatten(), output_size=len(rows))
-        # the way from 0 0 0 1 | 0 0 1, by source, to 0 0 0 0 0 1 1, by expert
-        regroup = (piece % pieces.shape[1]).argsort(stable=True)
+        numbers = torch.arange(pieces.shape[1], device=rows.device).expand_as(pieces).flatten()
+        # each row's expert, 0 0 0 1 | 0 0 1 on rank 0 as drawn at the top, by source
+        expert = numbers.repeat_interleave(pieces.flatten(), output_size=len(rows))
+        regroup = expert.argsort(stable=True)  # to 0 0 0 0 0 1 1, by expert
         sizes = [sum(of_expert) for of_expert in zip(*from_ranks)]  # 5 2
         ends = pieces.sum(0).cumsum(0).int()  # 5 7, on the device
         answers = self.experts(rows.index_select(0, regroup), sizes, ends)

@@ -499,8 +499,10 @@ def carve(model, chain, layers):
     home = {f"{chain.layers}.{i}": number for i, number in enumerate(numbers)}  # {name: its stage}
     home.update(dict.fromkeys(chain.first, 0))
     home.update(dict.fromkeys(chain.last, len(layers) - 1))
-    for name in home:
-        attrgetter(name)(model)  # raises if there is none: all stages would run what was meant
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in home:  # None: a model without learned positions may have it in their place
+        is_module = name in modules or attrgetter(name)(model) is None
+        assert is_module, f"{name} is no module: every stage would run it"
     stages = []
     for number in range(len(layers)):
         stage = cut_out(number, model, home)
@@ -552,15 +554,6 @@ def full_state_dict(stages, group=None):
     mine = {}
     for stage in stages:
         mine.update(stage.state_dict())
-    return gather(mine, group)
-
-
-def full_gradients(stages, group=None):
-    """-> {name: gradient} of all that is trained, on every rank"""
-    mine = {}
-    for name, p in stages.named_parameters():
-        if p.requires_grad:
-            mine[name] = torch.zeros_like(p) if p.grad is None else p.grad
     return gather(mine, group)
 
 
@@ -850,6 +843,15 @@ def parallelize_idea(stages, plans, size, dtype, device):
     boundary = torch.empty(size, dtype=dtype, device=device)
     plan = [(action.kind, action.microbatch) for action in plans[pp.rank()]]
     return IdeaOfPipeline(stages[0], stages.shared, boundary, pp, back), plan
+
+
+def full_gradients(stages, group=None):
+    """-> {name: gradient} of all that is trained, on every rank"""
+    mine = {}
+    for name, p in stages.named_parameters():
+        if p.requires_grad:
+            mine[name] = torch.zeros_like(p) if p.grad is None else p.grad
+    return gather(mine, group)
 
 
 def train_step(pipeline, stages, optimizer, x, y, valid, clip):

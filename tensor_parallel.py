@@ -413,7 +413,8 @@ class RowLinear(CutModule):
 
 
 class VocabEmbedding(CutModule):
-    """An Embedding cut by words, and g: token ids (.., T) -> x. Ids that are no word get zeros."""
+    """An Embedding cut by words, and g: token ids (.., T) -> x. Ids that are no word raise, or get
+    zeros."""
 
     dims = {"weight": 0}
 
@@ -520,7 +521,7 @@ def sum_over_ranks(tensors, group):
 def is_summand(p, tp):
     """Does each rank make a summand of p's gradient? What is whole has seen this rank's heads, or
     1/tp of the tokens."""
-    return p in tp.inside or (tp.cuts_x and p not in tp.cuts)
+    return p not in tp.cuts and (p in tp.inside or tp.cuts_x)
 
 
 def sum_gradients(model, tp):
@@ -589,8 +590,9 @@ def unshard(t, cut, tp):
     piece.narrow(cut.dim, 0, t.shape[cut.dim]).copy_(t.detach())
     pieces = t.new_empty(tp.size, *size)
     all_gather(pieces.flatten(0, 1), piece, tp.group)  # sharded -> replicated
-    # contiguous: else a file of it would have the padding, too, or safetensors refuse it
-    return torch.cat(pieces.unbind(), cut.dim).narrow(cut.dim, 0, cut.plain_size).contiguous()
+    whole = torch.cat(pieces.unbind(), cut.dim).narrow(cut.dim, 0, cut.plain_size)
+    # else a file of it would have the padding, too, or safetensors refuse it
+    return whole.clone(memory_format=torch.contiguous_format)
 
 
 def full_state_dict(model, tp):

@@ -355,7 +355,7 @@ class ZeRO1:
     # -- a step
 
     def parameter_groups(self, groups=None):
-        """groups: what an optimizer takes, parameters or dicts -> dicts with our masters."""
+        """groups: dicts, as an optimizer takes them, of parameters -> dicts with our masters."""
         return groups_of_masters(self.units, groups)
 
     def clip_grad_norm_(self, max_norm):
@@ -523,13 +523,10 @@ def groups_of_masters(units, groups=None):
     """See ZeRO1.parameter_groups."""
     master_of = {part.parameter: part.master for unit in units for part in unit.parts}
     known = {p for unit in units for p in unit.shapes}
-    groups = list(groups or [{"params": list(master_of)}])
-    if torch.is_tensor(groups[0]):
-        groups = [{"params": groups}]
+    groups = groups or [{"params": list(master_of)}]
     ours = []
     for group in groups:
-        params = group["params"]
-        params = [params] if torch.is_tensor(params) else list(params)
+        params = list(group["params"])  # it may be a generator
         assert all(p in known or not p.requires_grad for p in params), "p is in no unit"
         masters = [master_of[p] for p in params if p in master_of]  # with a part here
         ours.append({**group, "params": masters})

@@ -205,7 +205,7 @@ def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {name: getattr(args, name) for name in (*COURSE, *args.course)}
     mine.update(args.cfg._asdict(), form=args.cfg.form.name)
-    mine["eval_every"] = bool(args.eval_every)  # the corpus is shorter then
+    mine["held_out"] = bool(args.eval_every)  # the corpus is shorter then
     if args.decay != "none":
         mine["steps"] = args.steps  # the rate at every step depends on it
     return mine
@@ -288,9 +288,10 @@ def start_from(folder, flag, args):
     if flag == "--init-from":  # not seq: it takes the first rows of more positions, see misfit()
         names = [name for name in (*args.cfg._fields, *args.of_model) if name != "seq"]
     for name in names:
+        word = "--eval-every" if name == "held_out" else name
         if name in found and name in now:
             require(found[name] == now[name],
-                    f"{flag} {place}: saved with {name} {found[name]}, not {now[name]}")
+                    f"{flag} {place}: saved with {word} {found[name]}, not {now[name]}")
     if flag == "--init-from":
         return Start(place, flag)
     steps = notes["steps"]
@@ -401,7 +402,7 @@ def misfit(saved, here):
             return f"it has no {name}"
         there = tuple(saved[name].size)
         # What has a row for each position: a shorter --seq uses the first ones. Other first
-        # dimensions are SIZES, which have been compared.
+        # dimensions are sizes, which have been compared.
         if there[1:] != shape[1:] or there[:1] < shape[:1]:
             return f"{name} is {there} there, {shape} here"
     for name in saved:

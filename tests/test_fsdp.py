@@ -288,10 +288,8 @@ def check_opaque_output():
     opaque = llama()
     opaque.layers[0].forward = lambda x: SimpleNamespace(x=x)  # backward could not be seen there
     refuses("blocks return tensors", FSDP(opaque, opaque.layers), x)
-    weight = inner.lm_head.weight
-    for groups in [{"params": weight}], [{"params": [weight]}], iter([weight]):
-        [group] = model.parameter_groups(groups)
-        assert len(group["params"]) == len(model.root_units[0].parts)
+    [group] = model.parameter_groups([{"params": iter([inner.lm_head.weight])}])
+    assert len(group["params"]) == len(model.root_units[0].parts)
     whole = model.full_state_dict()
     whole["lm_head.weight"] = whole["lm_head.weight"].t()
     refuses("lm_head.weight", model.load_full_state_dict, whole)

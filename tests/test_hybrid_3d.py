@@ -204,22 +204,28 @@ CHAIN = Chain(first=["embed_tokens"], layers="layers", last=["norm", "lm_head"],
 ROUTE = partial(moe.softmax_route, top_k=2, normalize=True)
 
 
+RESTING = {3: 0, 5: 1}  # {layer: the copy that does not use its MLP}
+
+
 class Rests(nn.Module):
-    """An MLP for some rows, of a micro-batch perhaps for none: then it gets no gradient."""
+    """An MLP that gets no gradient on one of two copies."""
 
     def __init__(self, mlp, number):
         super().__init__()
         self.mlp = mlp
-        self.number = number
+        self.resting = RESTING.get(number)
+        self.copy = None  # whose rows does it get? None: those of both in turn, see trained()
+        self.calls = 0
 
     def forward(self, x):
-        rows = x[:, :1, self.number, None] > 0.7
-        return self.mlp(x) * rows if rows.any() else torch.zeros_like(x)
+        copy = self.calls % 2 if self.copy is None else self.copy
+        self.calls += 1
+        return torch.zeros_like(x) if copy == self.resting else self.mlp(x)
 
 
-def make(tied=False, experts=False, rests=False):
+def make(tied=False, experts=False, rests=False, norms=False):
     torch.manual_seed(0)
-    model = Llama(layers=4, tied=tied)
+    model = Llama(layers=8 if rests else 4, tied=tied)
     for number, layer in enumerate(model.layers):
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             nn.init.normal_(norm.weight, 1, 0.1)
@@ -228,6 +234,9 @@ def make(tied=False, experts=False, rests=False):
             layer.mlp = moe.PlainMoE(nn.Linear(WIDTH, 4, bias=False), mlps, ROUTE)
         if rests:
             layer.mlp = Rests(layer.mlp, number)
+    if norms:  # they alone are trained
+        for name, p in model.named_parameters():
+            p.requires_grad_("norm" in name)
     return model
 
 
@@ -261,6 +270,11 @@ def wrap(layers, recompute):
         layer.forward = partial(recompute, layer.forward)
 
 
+def rest(layers, copy):
+    for layer in layers:
+        layer.mlp.copy = copy
+
+
 def change(weight):
     """All begin with the first rank's, which lies in memory otherwise."""
     weight.data += dist.get_rank()
@@ -282,7 +296,7 @@ def parallel(dp=1, tp=1, ep=1, pp=1, schedule="1f1b", sp=False, zero=0, recomput
     if kind.get("tied") and device != "meta":
         change(model.lm_head.weight)
     experts = kind.get("experts")
-    plans = make_plans(schedule, pp, 2)
+    plans = make_plans(schedule, pp, 4 if kind.get("rests") else 2)
     mesh = hybrid_3d.Mesh(plans, dp=dp, tp=tp, ep=ep)
     ranks = (SequenceParallel if sp else TensorParallel)(mesh.group["tp"])
     if tp > 1:
@@ -291,7 +305,9 @@ def parallel(dp=1, tp=1, ep=1, pp=1, schedule="1f1b", sp=False, zero=0, recomput
         share_out(model, mesh)
     if recompute:
         wrap(model.layers, recompute)
-    stages = carve(model, CHAIN, layers or split_layers(4, len(homes(plans))))
+    if kind.get("rests"):
+        rest(model.layers, mesh.place["dp"])
+    stages = carve(model, CHAIN, layers or split_layers(len(model.layers), len(homes(plans))))
     if device == "meta":
         state = Stacked(make(**kind).state_dict(), mesh)
         fill([stages[stage] for stage in mesh.stages], state, ranks)
@@ -353,7 +369,7 @@ def by_expert(tensors):
 
 def check_model(options):
     """fp64 gaps of loss, every gradient and every parameter."""
-    kind = {name: True for name in ("tied", "experts", "rests") if name in options}
+    kind = {name: True for name in ("tied", "experts", "rests", "norms") if name in options}
     assert prove(partial(plain, **kind), partial(parallel, **options), 1e-12)
 
 
@@ -561,6 +577,9 @@ def check_asserts():
     (4, check_model, [
         (dict(dp=2, pp=2, schedule="zb-v", zero=2, tied=True),),
         (dict(tp=2, pp=2, sp=True, zero=1, tied=True),),
+        # what one copy does not use: both begin the same sums, in order, before they wait
+        (dict(dp=2, pp=2, schedule="interleaved", zero=2, rests=True),),
+        (dict(dp=2, pp=2, schedule="zb-v", zero=1, rests=True, norms=True),),
         (dict(tp=2, pp=2, schedule="zb-h1", device="meta", tied=True),),
         (dict(dp=2, ep=2, tp=2, sp=True, experts=True),),
         (dict(dp=2, ep=2, pp=2, device="meta", experts=True),)]),
