@@ -35,7 +35,8 @@ Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3
 At work: part 4.
 Not for: what its files are not for; optimizers of whole matrices, but see --optimizer muon; ties
 other than of the first stage to the last; stages whose first parameters differ in dtype; pipedream;
-ZeRO-3 of several stages; with Ws, Linears that run twice in a stage.
+ZeRO-3 of several stages; with Ws, Linears that run twice in a stage; with experts or cp, weights
+that some ranks do not use.
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
 import re
@@ -443,6 +444,7 @@ class Hybrid(nn.Module):
         self.make_zeros(here, layers, zero, reduce_dtype)
         self.units = [unit for each in self.zeros for unit in each.units]
         self.parts = [part for each in self.zeros for part in each.parts]
+        guard_units(self.units, self.table, tp)
 
     def make_zeros(self, here, layers, level, reduce_dtype):
         """What sums gradients over copies, and cuts what they share."""
@@ -594,6 +596,9 @@ def units_of_stage(stage, table, layers, apart):
             for axis in found.keys() & table[p].fate.keys():  # one, or none: it is tied
                 own, _ = found[axis].setdefault(place, ([], sites))
                 own.append(p)
+    for axis in found:
+        for own, _ in found[axis].values():
+            own.sort(key=lambda p: table[p].fate["tp"] != "sum")  # first, see guard_units
     return {axis: [units[place] for place in sorted(units)] for axis, units in found.items()}
 
 
@@ -668,6 +673,16 @@ def guard(stages, mesh, tp, layers, head, zero, ring):
     assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
     assert tp.size == 1 or not tp.cuts_x or head.weight in tp.cuts, (
         "a head that is not cut would see T/tp tokens: take TensorParallel")
+
+
+def guard_units(units, table, tp):
+    """Where tp's pieces are not even, its ranks have chunks of other lengths. What they sum is at
+    one place on all of them if it lies in the first chunk."""
+    for unit in units:
+        uneven = any(p in tp.cuts and tp.cuts[p].plain_size % tp.size for p in unit.shapes)
+        for p in unit.shapes:
+            fits = not uneven or table[p].fate["tp"] != "sum" or unit.spans[p].stop <= unit.chunk
+            assert fits, f"tp cuts unevenly what is beside {table[p].name}: take zero=0"
 
 
 def assert_alike(model, x, y):

@@ -32,8 +32,8 @@ Not for: models cut by tensor_parallel.py, experts of moe.py (hybrid_3d.py combi
 LAMB, Adafactor (see harness/whole.py); weights stepped between forward and backward; blocks of
 several dtypes, or that share weights; sparse embeddings; second derivatives; backwards that raise,
 or of two models; reentrant checkpointing; weights thawed later; GradScaler. Unused weights get
-gradients of 0. In stage 3 what reads weights returns one tensor, ranks call it in one order, as
-often (also to generate); autocast keeps copies.
+gradients of 0. In stage 3 all ranks use the same; what reads them returns one tensor, ranks call it
+in one order, as often (also to generate); autocast keeps copies.
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
 At work: ZeroRedundancyOptimizer (stage 1, sends 3), fully_shard (3, or sends as 2), see part 4.

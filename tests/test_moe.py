@@ -369,7 +369,7 @@ BUGS = [
      "(dist.group.WORLD, dist.group.WORLD)):\n        gradients"),
     ("return grad, torch.ones_like(loss)", "return grad, torch.zeros_like(loss)"),
     ("loss = balancing_loss(load,", "loss = balancing_loss(2 * rows_of_each(chosen, 4),"),  # own
-    ("(piece % pieces.shape[1]).argsort(stable=True)", "piece.argsort(stable=True)"),
+    ("expert.argsort(stable=True)", "torch.arange(len(rows))"),
     ("regroup.argsort()", "regroup"),
     ("    summing.wait()\n        loss =", "    load.zero_()\n        loss ="),
 ]

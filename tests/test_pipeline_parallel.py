@@ -328,8 +328,12 @@ def check_chain():
     for stage in stages:
         assert not stage.load_state_dict(whole, strict=False).missing_keys
     compare(model.state_dict(), whole)
+    unknown = chain._replace(first=["embed"])
     with pytest.raises(AttributeError, match="no attribute 'embed'"):  # all stages would embed
-        module.carve(model, chain._replace(first=["embed"]), [1, 2])
+        module.carve(model, unknown, [1, 2])
+    model.scale = nn.Parameter(torch.ones(()))
+    parameter = chain._replace(last=["scale"])
+    refuses("scale is no module", module.carve, model, parameter, [1, 2])
     model.forward = partial(model.forward)
     refuses("replace it after carve", module.carve, model, chain, [1, 2])
 
