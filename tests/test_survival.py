@@ -103,7 +103,7 @@ def test_held_out_text_goes_on(tmp_path):
     rest = check_equal("zero", 2, *flags, "--steps", "4", "--resume", str(tmp_path))
     assert list(rest["validation"]) == ["1", "2", "3"] and rest["check"]["validation"] <= 1e-10
     said = run_script("ddp", 1, *QUICK, "--steps", "6", "--resume", str(tmp_path), code=2)
-    assert "saved with eval_every True, not False" in said
+    assert "saved with --eval-every True, not False" in said
 
 
 def full_disk(module, size=50_000):
