@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from conftest import be_rank, run_ranks
 from harness import checkpoint, dcp
-from harness.checkpoint import Piece, Saver, piece_of
+from harness.checkpoint import Piece, Saver, piece_of, run_pieces
 from tools.ranks import start
 
 SHAPES = {"cube": (3, 5, 7), "tok": (13, 5), "norm": (11,), "scale": (), "four": (2, 3, 1, 5)}
@@ -48,8 +48,23 @@ def boxes_for(rng, dtype, world, rank):
     return pieces
 
 
+def runs_for(rng, dtype, world, rank):
+    """The same tensors laid end to end and cut into runs, as flat shards are."""
+    flat = torch.cat([values(name, SHAPES[name], dtype).flatten() for name in SHAPES])
+    ends = sorted(rng.randrange(len(flat)) for _ in range(world - 1))
+    borders = [0, *ends, len(flat)]
+    low = borders[rank]
+    shard = flat[low:borders[rank + 1]].clone()
+    begin = 0
+    pieces = []
+    for name, shape in SHAPES.items():
+        pieces += run_pieces(name, shape, low - begin, shard, True)
+        begin += math.prod(shape)
+    return pieces
+
+
 def round_trips(folder, seeds):
-    """Whatever has been saved as boxes is read back as others, in either dtype.
+    """Whatever has been saved as boxes or runs is read back as others, in either dtype.
 
     Every other one is written in the background, while its tensors change already.
     """
@@ -57,14 +72,15 @@ def round_trips(folder, seeds):
     rank = dist.get_rank()
     for seed in range(seeds):
         rng = random.Random(seed)  # the same on every rank
+        makers = [rng.choice([boxes_for, runs_for]) for _ in range(2)]
         kinds = [rng.choice([torch.float64, torch.bfloat16]) for _ in range(2)]
         saver = Saver(folder, seed % 2 == 1)
-        saved = boxes_for(rng, kinds[0], world, rank)
+        saved = makers[0](rng, kinds[0], world, rank)
         saver.save(seed + 1, saved, NOTES)
         for piece in saved:
             piece.tensor.fill_(-2)
         saver.wait()
-        wanted = boxes_for(rng, kinds[1], world, rank)
+        wanted = makers[1](rng, kinds[1], world, rank)
         for piece in wanted:
             piece.tensor.fill_(-1)
         dcp.load(Path(folder, str(seed + 1)), wanted)

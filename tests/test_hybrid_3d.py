@@ -529,6 +529,12 @@ def test_ten_files_alone(tmp_path):
     assert str(tmp_path) in said
 
 
+def check_uneven():
+    """Norms are too long for the first of two chunks, beside 11 and 10 numbers of a bias."""
+    steps = parallel(dp=2, tp=2, sp=True, zero=1, train="norm|up_proj.bias")
+    refuses("unevenly what is beside layers.0.post_norm", next, steps)
+
+
 def check_two_ties():
     """Each keeps its own weight, in whatever order the stages have them."""
     torch.manual_seed(0)
@@ -596,6 +602,7 @@ def check_asserts():
     (2, check_fp32_sums, [(0,), (1,), (2,)]),
     (2, check_sent_first, [(0,), (1,), (2,), (3,)]),
     (4, check_two_models, [()]),
+    (4, check_uneven, [()]),
     (4, check_alike, [
         (0, LLAMA, "same", "^$"), (1, FORGETFUL, "same", "[qk]_norm.weight differs"),
         (2, LLAMA, "other", "x differs between ranks")]),
