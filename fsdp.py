@@ -497,8 +497,10 @@ class FSDP(nn.Module):
         """full_state_dict's inverse. A rank takes its parts of what is the same on all ranks."""
         part_of = {part.parameter: part for part in self.parts}
         shape_of = {p: shape for unit in self.units for p, shape in unit.shapes.items()}
+        tensors = self.module.state_dict(keep_vars=True)
+        assert state.keys() <= tensors.keys(), f"{state.keys() - tensors} are not in this model"
         # the first of two tied names, which is the one that safetensors has
-        names = {t: name for name, t in reversed(self.module.state_dict(keep_vars=True).items())}
+        names = {t: name for name, t in reversed(tensors.items())}
         for t, name in names.items():
             assert state[name].shape == shape_of.get(t, t.shape), f"{name}: {state[name].shape}"
             if t.numel():  # not empty: what is frozen, buffers, units that are whole just now

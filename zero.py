@@ -544,8 +544,10 @@ def load_full_state_dict(model, zero, state):
     """full_state_dict's inverse: a rank takes its parts of whole tensors, the same on all ranks."""
     part_of = {part.parameter: part for part in zero.parts}
     shape_of = {p: shape for unit in zero.units for p, shape in unit.shapes.items()}
+    tensors = model.state_dict(keep_vars=True)
+    assert state.keys() <= tensors.keys(), f"{state.keys() - tensors} are not in this model"
     # the first of two tied names, which is the one that safetensors has
-    names = {t: name for name, t in reversed(model.state_dict(keep_vars=True).items())}
+    names = {t: name for name, t in reversed(tensors.items())}
     for t, name in names.items():
         assert state[name].shape == shape_of.get(t, t.shape), f"{name}: {tuple(state[name].shape)}"
         if t.numel():  # not empty

@@ -293,6 +293,7 @@ def check_opaque_output():
     whole = model.full_state_dict()
     whole["lm_head.weight"] = whole["lm_head.weight"].t()
     refuses("lm_head.weight", model.load_full_state_dict, whole)
+    refuses("'more'} are not in", model.load_full_state_dict, {**whole, "more": 0})
     with pytest.raises(RuntimeError, match="copy the module before"):
         copy.deepcopy(model)
     half = FSDP(copy.deepcopy(plain), [], dtype=torch.bfloat16)

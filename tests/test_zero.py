@@ -277,6 +277,7 @@ def refuse_later(stage, model, ours, optimizer, of_model):
     whole = zero.full_state_dict(model, ours)
     whole["lm_head.weight"] = whole["lm_head.weight"].t()
     refuses("lm_head.weight", zero.load_full_state_dict, model, ours, whole)
+    refuses("'more'} are not in", zero.load_full_state_dict, model, ours, {**whole, "more": 0})
     ours.zero_grad()
     if stage == "3":
         with pytest.raises(RuntimeError, match="before ZeRO3"):
