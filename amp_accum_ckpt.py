@@ -66,7 +66,7 @@ from common import loss_sum, share
 # Activation checkpointing: a block keeps its input alone, and backward runs the block again.
 
 
-def recompute(block):  # no dropout; its forward takes one tensor, and uses all parameters
+def recompute(block):  # freeze before; no dropout; forward takes a tensor, uses all parameters
     trained = [p for p in block.parameters() if p.requires_grad]
     block.forward = partial(Recompute.apply, block.forward, *trained)  # gradients go to arguments
 
@@ -327,6 +327,8 @@ CHEAP = {
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,
     aten.unsqueeze.default, aten.expand.default, aten.clone.default, aten.detach.default,
 }
+# Collectives that write in place, which _version does not count.
+IN_PLACE = {torch.ops.c10d.allreduce_.default, torch.ops.c10d.broadcast_.default}
 
 
 @eager
@@ -353,8 +355,9 @@ class WriteRecipes(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, inputs=(), keywords=None):
         make = partial(op, **(keywords or {}))
         outputs = make(*inputs)
-        # gradients are off within autograd Functions, whose collectives write unseen by _version
-        if op in CHEAP and torch.is_grad_enabled():
+        if op in IN_PLACE:
+            torch.autograd.graph.increment_version(inputs[0])
+        if op in CHEAP and torch.is_grad_enabled():  # they are off within autograd Functions
             # autograd packs the very tensor that comes out here, and with it what is noted on it
             main_output(outputs).recipe = Recipe(make, inputs)
         return outputs
@@ -430,7 +433,8 @@ class FusedLossScaler(LossScaler):
     """
 
     def step(self, optimizer, norm):
-        assert optimizer.defaults.get("fused"), "take AdamW, with fused=True: it skips steps"
+        of_adam = isinstance(optimizer, torch.optim.Adam)  # AdamW, too
+        assert of_adam and optimizer.defaults["fused"], "take AdamW, fused=True: it skips steps"
         overflow = norm.isfinite().logical_not()
         optimizer.found_inf = overflow.float()
         optimizer.step()

@@ -454,6 +454,7 @@ class AllToAll(torch.autograd.Function):
     def forward(ctx, x, old_dim, new_dim, group):
         ctx.way_back = (new_dim, old_dim, group)
         outgoing = torch.stack(x.chunk(dist.get_world_size(group), new_dim))  # (cp, ..)
+        outgoing = outgoing.contiguous()  # of channels_last, as einsum makes it, stack keeps that
         received = torch.empty_like(outgoing)
         dist.all_to_all_single(received, outgoing, group=group)
         return torch.cat(received.unbind(), old_dim)  # sharded(old_dim) -> sharded(new_dim)

@@ -253,8 +253,9 @@ def newest(folder, flag):
         require(steps, f"{flag} {folder}: no whole checkpoint there")
         place = place / str(steps[-1])
     with loading(flag, place):
-        [text] = read_whole(place, lambda name: name == "notes").values()
-        notes = json.loads(bytes(text.tolist()))
+        found = read_whole(place, lambda name: name == "notes")
+        require(found, f"{flag} {place}: is of another program, without notes of --save")
+        notes = json.loads(bytes(found["notes"].tolist()))
         return place, {name: notes[name] for name in ("steps", "identity", "extra")}
 
 

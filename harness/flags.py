@@ -158,7 +158,7 @@ def refuse(args, launch):
     require(not args.dry_run or ranks == 1,
             f"--dry-run is one rank alone: use python, not torchrun with {ranks}")
     require(args.rank < (args.dry_run or 1),  # without a dry run there is the default alone, 0
-            f"--rank {args.rank}: is for --dry-run, up to {args.world_size - 1}")
+            f"--rank {args.rank}: is for --dry-run W, 0 to W - 1")
     require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch finds no GPU")
     require(args.optimizer == "adamw" or args.impl == "scratch", "--optimizer: for --impl scratch")
     require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}")

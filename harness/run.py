@@ -148,13 +148,17 @@ class Run:
 
     def load_text(self):
         args = self.args
+        self.text = f"--data {args.data or '(the default)'}"
         try:
             self.corpus = load_corpus(args.data, self.cfg.seq)  # a common.Text
             if args.eval_every:
                 self.corpus, self.held_out = hold_out(self.corpus, self.cfg.seq)
             self.refuse_unknown(*get_batch(self.corpus, self.cfg.seq, args.seed, 0, 1)[:2])
         except (OSError, ValueError, RuntimeError) as error:
-            require(False, f"--data {args.data}: {checkpoint.reason(error)}")
+            require(False, f"{self.text}: {checkpoint.reason(error)}")
+        now = len(self.corpus)
+        then = self.start.extra.get("text", now)
+        require(then == now, f"{self.text}: {now} tokens, but {then} in {self.start.folder}")
 
     def join(self):
         """The process group."""
@@ -202,6 +206,11 @@ class Run:
 
     def __exit__(self, kind, error, _):
         self.fake.__exit__(None, None, None)
+        if " by peer" in str(error):  # another rank has ended, which may have heard Ctrl-C first
+            try:
+                time.sleep(1)
+            except KeyboardInterrupt:
+                kind = KeyboardInterrupt
         if kind is KeyboardInterrupt:
             self.say(f"interrupted after {self.step} of {self.args.steps} steps")
             os._exit(130)
@@ -255,8 +264,8 @@ class Run:
 
     def refuse_unknown(self, x, y):
         largest = max(x.max().item(), y.max().item())
-        require(largest < self.cfg.vocab, f"--data {self.args.data}: token {largest} is beyond "
-                f"--vocab {self.cfg.vocab}")
+        require(largest < self.cfg.vocab,
+                f"{self.text}: token {largest} is beyond --vocab {self.cfg.vocab}")
 
     def optimizer(self, named, **ways):
         """What --optimizer says, for (name, parameter) pairs. ways: see optimizer_of."""
@@ -297,7 +306,10 @@ class Run:
             self.say(f"{self.start.flag} takes {self.start.folder}, {behind}")
             checkpoint.restore(self.start, self.main)  # there is one side: see checkpoint.begin()
         if self.args.log_file and self.rank == 0:
-            self.log = open(self.args.log_file, "a" if self.first else "w", buffering=1)  # by lines
+            path = Path(self.args.log_file)
+            if self.first and path.is_file():  # a full disk has cut off its last line, perhaps
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+            self.log = path.open("a" if self.first else "w", buffering=1)  # by lines
         if self.args.check and self.checked < self.last:
             count = self.checked + 1 - self.first
             self.say(f"the check covers the first {count} steps; the others run unchecked")
@@ -375,7 +387,7 @@ class Run:
         """If it is due."""
         if step < self.last and (step + 1) % (self.args.save_every or self.args.steps):
             return
-        extra = {**side.extra(), "replays": self.replays}
+        extra = {**side.extra(), "replays": self.replays, "text": len(self.corpus)}
         if side.may_overflow:  # skipped steps are no updates
             states = side.optimizer.state.values()
             extra["updates"] = max((int(state.get("step", 0)) for state in states), default=0)

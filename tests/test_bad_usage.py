@@ -16,7 +16,7 @@ EVERY_FILE = """
     --width 30                          --heads 4 does not divide --width 30
     --model gpt9                        --model: invalid choice: 'gpt9' (choose from
     --pad 1                             --pad 1.0: must be 0 or more, 0.99 or less
-    --dry-run 4 --rank 4                --rank 4: is for --dry-run, up to 3
+    --dry-run 4 --rank 4                --rank 4: is for --dry-run W, 0 to W - 1
     --data no/such/text                 --data no/such/text: No such file or directory
     --data EMPTY                        0 bytes of text, but a sequence of 128 needs 129
     --model llama-toy --kv-heads 3      --kv-heads 3 does not divide --heads 4

@@ -147,6 +147,8 @@ def test_tables_and_advice():
     flags = "--model gpt3-175b --batch 64 --gpus 8 --dp 1 --cp 1"
     said = run_tool("plan", *flags.split(), code=1)
     assert "nothing fits 80 GB" in said
+    assert "1000000 or less" in run_tool("plan", "--batch", "1", "--gpus", 10**9, code=2)
+    assert "1 or less" in run_tool("plan", *flags.split(), "--efficiency", "5", code=2)
     flags = "--gpus 1024 --batch 7 --no-sp"
     said = run_tool("plan", *flags.split(), code=2)
     assert "--batch 7 --no-sp:" in said

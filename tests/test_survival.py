@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from conftest import (
     PROOF, SMALL, check_equal, check_refused, run_ranks, run_script, worst_gap)
-from harness import checkpoint
+from harness import checkpoint, dcp, run
 from harness.meet import patience
 from tools import ranks
 
@@ -50,13 +50,19 @@ def test_one_that_was_not_finished_is_passed_by(good, tmp_path):
     shutil.copytree(folder, copy)
     (copy / "4" / ".metadata").unlink()
     log = tmp_path / "log"
-    log.write_text('{"step": 1}\n')
+    log.write_text('{"step": 1}\n{"st')  # a full disk has cut off a line
     flags = (*QUICK, "--steps", "4", "--resume", str(copy), "--save", str(copy))
     rest = run_script("zero", 2, *flags, "--log-file", str(log))
     assert rest["loss"] == pytest.approx(losses[2:4], rel=1e-12, abs=0)
     assert checkpoint.numbered(copy) == [2, 4]
     # the log goes on behind what is there
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3]
+
+
+def shorter(module):
+    """The text has been changed since."""
+    usual = run.load_corpus
+    run.load_corpus = lambda path, seq: usual(path, seq).between(0, 999)
 
 
 OTHERWISE = [  # flags, and why the run does not go on from the checkpoint
@@ -88,6 +94,12 @@ def test_checkpoints_that_do_not_fit(good, tmp_path):
     checkpoint.write_whole(tmp_path / "more", state, {})
     said = run_script("ddp", 2, *QUICK, "--init-from", str(tmp_path / "more"), code=2)
     assert "its adapter.weight is not in this model" in said
+    dcp.save(tmp_path / "theirs", [checkpoint.piece_of("w", torch.ones(1))])
+    said = run_script("ddp", 2, *QUICK, "--init-from", str(tmp_path / "theirs"), code=2)
+    assert "theirs: is of another program" in said
+    longer = (*QUICK, "--steps", "6", "--resume", str(folder))
+    said = run_script("ddp", 2, *longer, plant=shorter, code=2)
+    assert "--data (the default): 999 tokens, but " in said
     for lost in "01":  # a file that rank 0 has written, with the notes, or rank 1
         shutil.copytree(folder, tmp_path / lost)
         (tmp_path / lost / "4" / f"__{lost}_0.distcp").unlink()

@@ -157,7 +157,7 @@ def test_what_is_drawn():
     """Temperature 0 is the likeliest; else frequencies are softmax's."""
     logits = torch.tensor([-99.0, 3.0, -99.0, 2.0])
     rng = torch.Generator().manual_seed(0)
-    assert sample.choose(logits, 0, rng) == 1
+    assert sample.choose(logits, 0, rng) == sample.choose(logits, 1e-40, rng) == 1
     drawn = [sample.choose(logits, 0.7, rng) for _ in range(4000)]
     assert set(drawn) == {1, 3}
     odds = math.exp(1 / 0.7)
@@ -186,6 +186,7 @@ def test_text_from_a_checkpoint(saved):
     assert "has checkpoints already" in said
     words = ("import ", "--tokens", "40", "--temperature", "0")
     assert run_tool("sample", saved, *words).startswith("import ")
+    assert run_tool("sample", saved, "\udcff", "--tokens", "0") == "\ufffd\n"  # bytes, not UTF-8
     said = run_tool("sample", saved, "--ids", "105 109 112", "--tokens", "5", "--seed", "3")
     assert said.startswith("105 109 112 ")
     assert len(said.split()) == 8

@@ -41,8 +41,8 @@ CKPTS = ("none", "selective", "full")
 MESH = ("dp", "cp", "tp", "pp")
 
 
-def number(default, help, least=1e-9):
-    return dict(type=float, default=default, least=least, most=1e18, help=help)
+def number(default, help, least=1e-9, most=1e18):
+    return dict(type=float, default=default, least=least, most=most, help=help)
 
 
 def as_flag(name, value=None):
@@ -56,16 +56,16 @@ def as_flag(name, value=None):
 OWN = {
     "--model": {**FLAGS["--model"], "choices": tuple(MODELS)},
     **{as_flag(name): FLAGS[as_flag(name)] for name in SIZES},
-    "--batch": dict(type=int, least=1, help="B, sequences per step"),
+    "--batch": dict(type=int, least=1, most=10**6, help="B, sequences per step"),
     "--dtype": dict(default="bf16", choices=("bf16", "fp32"), help="of parameters and arithmetic"),
-    "--gpus": dict(type=int, least=1, help="how many"),
+    "--gpus": dict(type=int, least=1, most=10**6, help="how many"),
     "--gpu-memory": number(80.0, "GB of a GPU"),
     "--gpu-tflops": number(312.0, "its peak"),
     "--hbm": number(2.0, "TB/s of its memory"),
     "--gpus-per-node": dict(type=int, default=8, least=1, help="GPUs"),
     "--bandwidth-intra": number(300.0, "GB/s per GPU inside a node"),
     "--bandwidth-inter": number(25.0, "GB/s per GPU across nodes"),
-    "--efficiency": number(0.67, "of matmuls; fitted"),
+    "--efficiency": number(0.67, "of matmuls; fitted", most=1),
     "--tokens": number(0.0, "to train on, for days and GPU-hours", 0),
     "--price": number(0.0, "of a GPU for an hour, for the cost", 0),
     "--experts": dict(type=int, least=0, help="E in each layer, in the place of its MLP (0: none)"),
@@ -106,7 +106,9 @@ def read(words=None):
 
 
 def divisors(n):
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    large = [n // d for d in small]
+    return sorted({*small, *large})
 
 
 def layouts(cfg, at):
@@ -267,7 +269,7 @@ def main():
     else:
         needed, lay = least
         print(f"nothing fits {at.gpu_memory:g} GB, of which {SPARE:.0%} stays free: {text(lay)} "
-              f"needs {needed / 1e9:.0f} GB")
+              f"needs {two_digits(needed / 1e9)} GB")
     return int(not rows)
 
 

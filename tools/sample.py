@@ -7,6 +7,7 @@ DIR is what --save has written, or tools/weights.py from elsewhere. Each token i
 forward over all before it, at most the --seq positions that the model knows. Serving programs keep
 the keys and values of earlier tokens instead, and compute one position.
 """
+import os
 import sys
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def load(folder, device="cpu"):
 
 def choose(logits, temperature, rng):
     """A token that is drawn. Temperature 0: the likeliest."""
-    if temperature == 0:
+    if temperature < 1e-6:  # for fp32 that is 0
         return logits.argmax().item()
     odds = (logits.float() / temperature).softmax(0)
     return torch.multinomial(odds.cpu(), 1, generator=rng).item()
@@ -67,7 +68,7 @@ FLAGS = {
 def main():
     args = parse(__doc__, FLAGS)
     model, cfg = load(args.folder, "cuda" if torch.cuda.is_available() else "cpu")
-    prompt = list(args.prompt.encode())
+    prompt = list(os.fsencode(args.prompt))
     possible = BYTES
     if args.ids:
         possible = cfg.vocab
