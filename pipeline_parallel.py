@@ -138,12 +138,12 @@ def idea_step(model, optimizer, x, y, valid, clip, plan):
 
 # ---- 2. the technique (copy this; of part 1 it takes idea_plan) --------------
 
-# What it adds to the idea, what that buys, and what it costs. Peaks: the toy, 2 ranks, M = 16.
-#     Mail            keeps one send at a time: rank 0's peak falls, 12.98 -> 12.07 MB
+# What it adds to the idea, what that buys, and what it costs. Peaks: the toy, 2 ranks, M = 8.
+#     Mail            keeps one send at a time: rank 0's peak falls, 12.46 -> 12.07 MB
 #                     begins receives early: tensors travel while the rank is at work
 #     Stages, Chain   a model's own forward, cut; all dtypes; frozen layers; dp x pp
 #     W by itself     fills waiting time, and keeps more for it: rank 1's peak, 1f1b -> zb-h1,
-#                     9.78 -> 12.27 MB
+#                     9.77 -> 12.26 MB
 #     schedules       several stages a rank: less waiting, as in the table above
 # Calls and bytes sent stay those of the idea wherever a rank has one stage.
 

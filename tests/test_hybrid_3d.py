@@ -137,11 +137,11 @@ def test_planted_bugs_in_the_idea(form, flags, old, new):
 
 
 @pytest.mark.parametrize("flags, more", [
-    ("--layers 4", 1), ("--layers 8 --experts 8 --ep 1", 1.01)])
+    ("--layers 4", 1), ("--layers 8 --experts 4 --ep 1", 1.01)])
 def test_zero_bubble_needs_no_more_memory(flags, more):
     """ZeRO-2 lends a block's gradients their memory in its W, not when B makes those of norms; in
-    its B those of experts, which no W makes: there it was 1.13 times as much."""
-    layout = "--dp 2 --tp 1 --pp 2 --zero 2 --dry-run 4 --width 64 --micro 4"
+    its B those of experts, which no W makes: there it was 1.09 times as much."""
+    layout = "--dp 2 --tp 1 --pp 2 --zero 2 --dry-run 4 --width 64 --micro 2"
     flags = (*SMALL, *layout.split(), *flags.split())
     usual, split = alone("hybrid_3d", flags, (*flags, "--schedule", "zb-h1"))
     peaks = [dry["ranks"][0]["memory"]["peak"] for dry in (usual, split)]
