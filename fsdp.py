@@ -67,16 +67,17 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class IdeaOfUnit(nn.Module):
     """A block whose parameters have memory while it runs. Between runs a rank keeps 1/N of them.
 
-    full     p0 | p1 | p2 | padding    `own` that train, end to end: the block runs on views of it
+    full     p0 | p1 | p2 | padding    what trains, end to end: the block runs on views of it
              chunk 0   | chunk 1       one for each rank: this rank's chunk is its shard
     """
 
-    def __init__(self, block, own, group=None):
+    def __init__(self, block, group=None):
         super().__init__()
         self.block = block
         self.group = group
         ranks = dist.get_world_size(group)
-        trained = {name: p for name, p in block.named_parameters() if p in own and p.requires_grad}
+        trained = {name: p for name, p in block.named_parameters()
+                   if p.requires_grad and not name.endswith(".shard")}  # of a unit within
         self.shapes = {name: p.shape for name, p in trained.items()}
         whole = nn.utils.parameters_to_vector(trained.values()).detach()
         self.full = F.pad(whole, (0, -len(whole) % ranks))
@@ -92,8 +93,8 @@ class IdeaOfUnit(nn.Module):
         full.register_post_accumulate_grad_hook(self.reduce)
         output = functional_call(self.block, self.views(full), inputs)
         self.free()  # what autograd keeps for backward are views of full: they have no memory now
-        if output.requires_grad:
-            output.register_hook(self.gather)  # when backward comes to the block they have it again
+        if output.requires_grad:  # when backward comes to the block, they have it again
+            output.register_hook(lambda gradient: self.gather())
         return output
 
     def views(self, full):  # {name: parameter, as a view}
@@ -101,7 +102,7 @@ class IdeaOfUnit(nn.Module):
         *pieces, _ = full.split([*sizes, len(full) - sum(sizes)])  # the last one is padding
         return {name: piece.view(self.shapes[name]) for name, piece in zip(self.shapes, pieces)}
 
-    def gather(self, *_):
+    def gather(self):
         self.full.untyped_storage().resize_(self.full.nbytes)
         all_gather(self.full, self.shard.detach(), group=self.group)  # sharded -> replicated
 
@@ -117,10 +118,9 @@ class IdeaOfUnit(nn.Module):
 
 def shard_blocks(model, blocks, group=None):
     """The model as a unit, its blocks too: each trains something. What is frozen must be alike."""
-    rest = set(model.parameters()) - set(blocks.parameters())  # embeddings, last norm, head
     for i, block in enumerate(blocks):
-        blocks[i] = IdeaOfUnit(block, set(block.parameters()), group)
-    return IdeaOfUnit(model, rest, group)
+        blocks[i] = IdeaOfUnit(block, group)
+    return IdeaOfUnit(model, group)  # of what is left: embeddings, last norm, head
 
 
 def idea_step(model, optimizer, x, y, valid, clip):

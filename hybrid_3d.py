@@ -101,15 +101,15 @@ FATES = {
 def make_grid(dp, tp, pp):
     """-> {axis: group of the ranks whose places differ from this rank's along this axis alone}."""
     ranks = torch.arange(pp * dp * tp).view(pp, dp, tp)  # tp last: who talks most is close
-    lines = {
+    lines = {  # along the last dim: each is a group
         "tp": ranks,
-        "dp": ranks.movedim(1, 2),
-        "pp": ranks.movedim(0, 2),
-        "back": ranks.movedim(0, 2),  # pp's once more, see IdeaOfPipeline
+        "dp": ranks.movedim(1, -1),
+        "pp": ranks.movedim(0, -1),
+        "back": ranks.movedim(0, -1),  # pp's once more, see IdeaOfPipeline
         "ends": ranks[sorted({0, pp - 1})].flatten(0, 1).T,  # all copies of first and last stage
     }
     grid = {}
-    for axis, of_axis in lines.items():  # each line of the last dim is a group
+    for axis, of_axis in lines.items():
         grid[axis], _ = dist.new_subgroups_by_enumeration(of_axis.flatten(0, -2).tolist())
     return grid
 
@@ -182,7 +182,7 @@ def run_microbatches(model, x, y, valid):
 
     pp = grid["pp"]
     plan = idea_plan(len(inputs), warmup=pp.size() - 1 - pp.rank())  # 1F1B
-    shared = {}  # what is tied is summed by its fate
+    shared = {}  # here: what is tied is summed by its fate
     pipeline = IdeaOfPipeline(model.stage, shared, model.boundary, pp, grid["back"])
     return run_pipeline(pipeline, plan, inputs, loss_of)
 

@@ -80,12 +80,13 @@ class PlainMoE(nn.Module):
         self.route = route
 
     def forward(self, x):  # (.., C) -> (.., C)
-        return self.mix(x, *self.route(self.router(x)))
+        chosen, gates, _ = self.route(self.router(x))
+        return self.mix(x, chosen, gates)
 
-    def mix(self, x, chosen, gates, probs):
+    def mix(self, x, chosen, gates):
         """All experts' answers, each times its gate, which is 0 if it is not chosen, summed."""
-        every_gate = torch.zeros_like(probs).scatter(-1, chosen, gates)  # (.., E)
-        return sum(every_gate[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
+        return sum(gates.masked_fill(chosen != e, 0).sum(-1, keepdim=True) * expert(x)
+                   for e, expert in enumerate(self.experts))
 
 
 class AllToAll(torch.autograd.Function):
@@ -105,7 +106,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def rows_of_each(chosen, experts):
-    """-> how many rows go to each expert, (E,)."""
+    """-> how many rows go to each expert, (E,); for torch.bincount the host would wait."""
     chosen = chosen.flatten()
     return chosen.new_zeros(experts).scatter_add(0, chosen, torch.ones_like(chosen))
 
@@ -129,22 +130,21 @@ class IdeaOfMoE(PlainMoE):
         super().__init__(router, experts, route)
         self.ep = ep
 
-    def mix(self, x, chosen, gates, probs):  # all ranks of ep call it
-        tokens = x.flatten(0, -2)  # (N, C)
-        counts = exchange_counts(rows_of_each(chosen, probs.shape[-1]), self.ep)
+    def mix(self, x, chosen, gates):  # all ranks of ep call it
+        counts = exchange_counts(rows_of_each(chosen, self.router.out_features), self.ep)
         to_ranks, from_ranks = read_counts(counts)  # [rank][expert]
         send = [sum(of_rank) for of_rank in to_ranks]  # rows
         receive = [sum(of_rank) for of_rank in from_ranks]
         order = chosen.flatten().argsort()  # row n K + k is token n on its way to its k-th expert
-        token = order // chosen.shape[-1]  # of each row, now that they are sorted by expert
-        rows = AllToAll.apply(tokens[token], send, receive, self.ep)  # tokens' ranks -> experts'
+        rows = x.flatten(0, -2)[order // chosen.shape[-1]]  # sorted by expert
+        rows = AllToAll.apply(rows, send, receive, self.ep)  # tokens' ranks -> experts'
         answers = []
         for arrived, sizes in zip(rows.split(receive), from_ranks):
             for expert, piece in zip(self.experts, arrived.split(sizes), strict=True):
                 answers.append(expert(piece))
         answers = AllToAll.apply(torch.cat(answers), receive, send, self.ep)  # experts' -> tokens'
-        gated = gates.flatten()[order, None] * answers
-        return torch.zeros_like(tokens).index_add(0, token, gated).view_as(x)
+        answers = answers[order.argsort()].unflatten(0, gates.shape)  # by token again: (.., K, C)
+        return (gates.unsqueeze(-1) * answers).sum(-2)
 
 
 def dense_and_experts(model):
@@ -710,7 +710,7 @@ class ToyMoE(PlainMoE):
             for own in chain(*sources):
                 kept[own] = first_in_queue(chosen[own], len(self.experts), self.capacity)
             gates = gates.masked_fill(~kept, 0)
-        y = self.mix(tokens, chosen, gates, probs).view_as(x)
+        y = self.mix(tokens, chosen, gates).view_as(x)
         if y.requires_grad:  # not in evaluation
             self.balance(logits, chosen, probs, sources)
         return y if self.shared is None else y + self.shared(x)

@@ -34,8 +34,8 @@ rank's times for a micro-batch: F forward, B gradients of inputs, W gradients of
 For a batch (b, T) a stage sends b T C numbers to each stage beside it on another rank.
 Qi 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others are named at the schedules.
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
-without parameters; parameters replaced later; deepcopies of Stages; with Ws torch.compile of a
-stage, or torch's checkpoint (take amp_accum_ckpt.py's). At work: torch.distributed.pipelining.
+without parameters; parameters replaced later; deepcopies of Stages; GradScaler; with Ws compiled
+stages, or torch's checkpoint (take amp_accum_ckpt.py's). At work: torch.distributed.pipelining.
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
 """
@@ -64,21 +64,20 @@ from common import loss_sum, share
 
 
 def idea_plan(microbatches, warmup):
-    """-> `warmup` Fs, then F and B in turn. warmup: in 1f1b p - 1 - r, in gpipe M."""
-    plan = []
-    for i in range(microbatches + warmup):
-        plan += [("F", i), ("B", i - warmup)]
-    return [(kind, m) for kind, m in plan if 0 <= m < microbatches]
+    """-> in turn m F m, in turn m + warmup B m. warmup: in 1f1b p - 1 - r, in gpipe M."""
+    turns = {("F", m): m for m in range(microbatches)}
+    turns |= {("B", m): m + warmup for m in range(microbatches)}
+    return sorted(turns, key=turns.get)  # in one turn F comes first: it stands first
 
 
 class IdeaOfPipeline(NamedTuple):
     """What a rank of the pipeline has."""
 
     stage: nn.Module  # its layers, from tensor to tensor; all of them are trained
-    shared: dict  # {parameter that another rank has, too (a tied embedding): group of the two}
+    shared: dict  # {parameter that two ranks have, such as a tied embedding: their group}
     boundary: torch.Tensor  # one of the size and dtype of those that go from rank to rank
     pp: dist.ProcessGroup  # the pipeline's ranks, in order
-    back: dist.ProcessGroup  # the same ranks: in one NCCL group sends would wait for receives
+    back: dist.ProcessGroup  # again, for gradients: in one group of NCCL sends that cross can hang
 
 
 def run_pipeline(model, plan, inputs, loss_of):
@@ -118,12 +117,13 @@ def receive(model, sender, group):
 def idea_step(model, optimizer, x, y, valid, clip, plan):
     """x, y: the whole batch, on all ranks -> this rank's part of the loss, the gradient norm."""
     optimizer.zero_grad()
-    targets = y.split(len(model.boundary))
+    rows = len(model.boundary)  # of a micro-batch
+    targets = y.split(rows)
 
     def loss_of(logits, m):
         return F.cross_entropy(logits.flatten(0, 1), targets[m].flatten(), reduction="sum") / valid
 
-    loss = run_pipeline(model, plan, x.split(len(model.boundary)), loss_of)
+    loss = run_pipeline(model, plan, x.split(rows), loss_of)
     for p, group in model.shared.items():
         dist.all_reduce(p.grad, group=group)  # partial (a summand each) -> replicated (the sum)
     counted = [p.grad for p in model.stage.parameters()
@@ -417,7 +417,8 @@ class Stages(nn.ModuleList):
             yield self.names.get(p, name), p
 
     def reduce(self):
-        """After all backwards of a step: sums the gradients of what several ranks have."""
+        """After all backwards of a step: sums the gradients of what several ranks have. What none
+        of them has used gets 0."""
         for p, group in self.shared.items():
             if p.requires_grad:
                 if p.grad is None:  # not used here; the others wait for its summand
@@ -549,7 +550,7 @@ class HandsOn(nn.Module):
 def full_state_dict(stages, group=None):
     """-> {name: tensor} of the whole model, on every rank. group: of the pipeline's ranks
 
-    A carved stage takes its own again: stage.load_state_dict(whole, strict=False)
+    A carved stage takes its own again: stage.load_state_dict(whole, strict=False) misses no key
     """
     mine = {}
     for stage in stages:

@@ -58,9 +58,9 @@ from common import adamw, loss_sum
 
 # ---- 1. the idea -------------------------------------------------------------
 
-# gelu(X A) B is the sum over ranks r of gelu(X A_r) B_r, if A_r are some of A's columns and B_r the
-# same rows of B: between the two no rank needs another. Attention is cut alike, by whole heads: q,
-# k and v by columns, `out` by rows. Ranks begin alike (see ddp.py), and all get the whole batch.
+# gelu(X A) B is the sum over ranks r of gelu(X A_r) B_r, if ranks share out the columns of A, and
+# the rows of B likewise: between the two no rank needs another. Attention is cut alike, by whole
+# heads: q, k, v by columns, `out` by rows. Ranks begin alike (see ddp.py), with the whole batch.
 
 
 def summed(t, group):
@@ -100,7 +100,7 @@ class ReduceFromTP(torch.autograd.Function):
 
 def keep_piece(p, dim, group):
     """Cut p into equal pieces along dim, keep this rank's, and mark it: p.cut = dim."""
-    if p is not None and not hasattr(p, "cut"):  # a tied one is cut already
+    if p is not None and not hasattr(p, "cut"):  # a head that is the embedding, too, is cut already
         assert p.shape[dim] % group.size() == 0, f"{tuple(p.shape)} on {group.size()} ranks"
         p.cut = dim
         p.data = p.data.chunk(group.size(), dim)[group.rank()].clone()
@@ -148,15 +148,8 @@ def vocab_embedding(embedding, group):
     embedding.forward = forward
 
 
-def norm_inside(norm, group):
-    """Qwen3's norms of q and k are whole, but see a rank's own heads: each makes a summand."""
-    for p in norm.parameters():
-        if p.requires_grad:
-            p.register_hook(lambda gradient: summed(gradient, group))
-
-
 def cut_by_name(model, plan, group):
-    """plan: {pattern for names of modules: one of the functions above}"""
+    """plan: such as {"words": vocab_embedding, "*.up": column_linear, "*.down": row_linear, ..}"""
     for name, module in model.named_modules():
         for pattern, cut in plan.items():
             if fnmatch.fnmatch(name, pattern):
@@ -168,15 +161,14 @@ def cut_by_name(model, plan, group):
 
 def cross_entropy_by_words(logits, targets, group, ignore_index=-100):
     """Logits (N, V/tp) of this rank's words, targets (N,) -> the sum of losses, on every rank."""
-    own_log_sum = logits.logsumexp(1)  # (N,)
-    most = own_log_sum.detach().clone()  # it cancels; by the largest, exp is <= 1
+    most = logits.detach().amax(1, keepdim=True)  # (N, 1)
     dist.all_reduce(most, dist.ReduceOp.MAX, group)  # each rank's own -> the largest, replicated
-    summand = (own_log_sum - most).exp()  # of softmax's denominator, divided by exp(most)
-    log_sum = ReduceFromTP.apply(summand, group).log() + most  # partial -> replicated
+    logits = logits - most  # which leaves softmax as it is, and exp can be 1 at most
+    denominator = ReduceFromTP.apply(logits.exp().sum(1), group)  # partial -> replicated
     column, here = locate(targets, logits.shape[1], group.rank())
     own_logit = logits.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
     target_logit = ReduceFromTP.apply(own_logit, group)  # partial -> replicated
-    return (log_sum - target_logit).masked_fill(targets == ignore_index, 0).sum()
+    return (denominator.log() - target_logit).masked_fill(targets == ignore_index, 0).sum()
 
 
 def norm_of_pieces(model, group):
@@ -610,7 +602,7 @@ def full_gradients(model, tp):
 
 def load_full_state_dict(model, tp, state):
     """full_state_dict's inverse. state[name] is a whole tensor. If state reads it from a file when
-    it is asked, a rank never has the whole model.
+    it is asked, a rank never has the whole model. What else it has, of other stages, is left there.
 
     A model that was cut on the meta device gets its memory here, on the device of state[name]; not
     by to_empty() or load_state_dict(assign=True): of other parameters tp knows nothing.
@@ -738,6 +730,13 @@ def plan_of(model):
 def parallelize(model, tp):
     """GPT.forward stays as it is, but returns (B, T, V/tp)."""
     return cut_model(model, tp, plan_of(model))
+
+
+def norm_inside(norm, group):
+    """Qwen3's norms of q and k are whole, but see a rank's own heads: each makes a summand."""
+    for p in norm.parameters():
+        if p.requires_grad:
+            p.register_hook(lambda gradient: summed(gradient, group))
 
 
 PLAN_OF_IDEA = {

@@ -345,14 +345,13 @@ def test_copy_of_the_idea(world):
 
 
 IDEAS_BUGS = [
-    ("scatter(-1, chosen, gates)", "scatter(-1, chosen, 2 * gates)"),
+    ("gates.masked_fill(chosen != e, 0)", "(2 * gates).masked_fill(chosen != e, 0)"),
     ("AllToAll.apply(gradient, *ctx.way_back)",  # a bare all_to_all_single: the graph ends there
      "gradient.new_zeros(sum(ctx.way_back[1]), gradient.shape[1])"),
     ("order = chosen.flatten().argsort()", "order = torch.arange(chosen.numel())"),
-    ("token = order // chosen.shape[-1]", "token = order % len(tokens)"),
+    ("[order // chosen.shape[-1]]", "[order % (chosen.numel() // chosen.shape[-1])]"),
     ("zip(self.experts, arrived", "zip(self.experts[::-1], arrived"),
-    ("gates.flatten()[order, None]", "gates.flatten()[:, None]"),
-    (".index_add(0, token, gated)", ".index_copy(0, token, gated)"),
+    ("answers[order.argsort()]", "answers[order]"),
     ("(dist.group.WORLD, replicas)", "(None, None)"),
     ("dist.all_reduce(p.grad, group=group)", "pass"),
     ("    all_reduce_gradients(model, replicas)\n", ""),
