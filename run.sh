@@ -73,6 +73,10 @@ case $command in
     exit
     ;;
 esac
+case $command in
+  "" | bench | scale | test | plan | weights | sample | draw | gpu | sweep) ;;
+  *) [[ -f ${command%.py}.py ]] || fail "no technique $command: see ./run.sh help" ;;
+esac
 find_python
 case $command in
   "") exec "$PYTHON" tools/bench.py check ;;

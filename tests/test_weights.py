@@ -128,6 +128,12 @@ def test_other_models_and_files_are_refused(tmp_path):
     for name, value in (("tie_word_embeddings", True), ("sliding_window", 8)):
         file.write_text(json.dumps({**good, name: value}))
         refused(name, tmp_path / "llama")
+    moe = {**good, "model_type": "qwen3_moe"}  # which by default does not normalize gates
+    file.write_text(json.dumps(moe))
+    refused("norm_topk_prob is False", tmp_path / "llama")
+    alike = {**good, "num_key_value_heads": good["num_attention_heads"]}
+    left_out = {name: value for name, value in alike.items() if name != "num_key_value_heads"}
+    assert weights.sizes_of(left_out) == weights.sizes_of(alike)
 
 
 @pytest.fixture(scope="module")

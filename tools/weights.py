@@ -81,6 +81,9 @@ LLAMA = {
 QWEN3 = {**LLAMA, "tie_word_embeddings": (False, True)}
 QWEN3_MOE = {**QWEN3, "norm_topk_prob": (True,), "decoder_sparse_step": (1,),
              "mlp_only_layers": ([], None)}
+# what their classes take where config.json is silent, if it is not what must_be begins with
+SILENT = {"mistral": {"sliding_window": 4096}, "mixtral": {"rope_theta": 1e6},
+          "qwen3_moe": {"norm_topk_prob": False}}
 # {ours: theirs}
 GPT2_SIZES = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "vocab": "vocab_size",
               "seq": "n_positions"}
@@ -132,6 +135,9 @@ def sizes_of(config):
     name = config.get("model_type")
     require(name in KINDS, f"config.json: model_type is {name}, not one of {', '.join(KINDS)}")
     kind = KINDS[name]
+    config = {**SILENT.get(name, {}), **config}
+    if name == "llama":  # the first ones had no heads of keys and values
+        config.setdefault("num_key_value_heads", config["num_attention_heads"])
     for setting, possible in kind.must_be.items():
         refuse(setting, config.get(setting, possible[0]), possible)
     sizes = {ours: config[theirs] for ours, theirs in kind.sizes.items()}
