@@ -777,9 +777,7 @@ def has_experts(model):
 def step_with_experts(model, *others):
     """As train_step."""
     loss, norm = train_step(model, *others)
-    loss = loss + moe.balancing_losses(model)
-    moe.step_biases(model)
-    return loss, norm
+    return loss + moe.step_biases(model), norm
 
 
 def parallelize_idea(gpt, grid, tp, layers, boundary):

@@ -20,7 +20,7 @@ are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left o
     sum_gradients(model, replicas)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
-    step_biases(model)  # and clears the loads, also where gamma is 0
+    step_biases(model)  # and clears what it has counted, also where gamma is 0
     state = full_state_dict(model, ep)  # of all E, called router, experts.5.up, ..
 
 Each of n ranks has N tokens of its own; ep of them share out E experts, of `experts` parameters in
@@ -219,7 +219,7 @@ class MoE(nn.Module):
               same stages (hybrid_3d.py sets it); None: the world
     alpha     factor of Switch's balancing loss, such as 0.01 (transformers pools its L layers: of
               its router_aux_loss_coef about K/L). Each rank adds its own part, and the model's loss
-              does not show it, see balancing_losses. With M micro-batches in a step give alpha/M;
+              does not show it, step_biases does. With M micro-batches in a step give alpha/M;
               where all gradients, experts' too, are divided by n, n alpha
     beta      likewise of ST-MoE's z-loss, such as 1e-3
     gamma     by how much step_biases moves a bias, such as 1e-3
@@ -243,10 +243,9 @@ class MoE(nn.Module):
         self.beta = beta
         self.gamma = gamma
         self.register_buffer("bias_units", router.weight.new_zeros(E, dtype=torch.int64))
-        # sums over backwards, until step_biases and balancing_losses take them
+        # sums over backwards, until step_biases takes them
         self.load_of_step = 0  # (E,) int64, how often the tokens of all ranks chose each expert
         self.loss_of_step = 0  # () this rank's part of the balancing losses
-        self.last_load = 0  # the load of the last step, to be printed; 0: no backward came by
 
     def forward(self, x):
         logits = self.score(x)
@@ -286,10 +285,8 @@ class MoE(nn.Module):
         answers = AllToAll.apply(
             self.answer(rows, counts[1], from_ranks), receive, send, self.ep)  # and back
         by_token = answers.new_zeros(gates.numel(), answers.shape[1])
-        by_token = by_token.index_copy(0, order, answers)
-        by_token = by_token.unflatten(0, (-1, gates.shape[-1]))  # (N, K, C)
-        gates = gates.to(answers.dtype).flatten(0, -2).unsqueeze(1)  # (N, 1, K)
-        y = (gates @ by_token).view_as(x)  # (N, 1, K) @ (N, K, C)
+        by_token = by_token.index_copy(0, order, answers).unflatten(0, gates.shape)  # (.., K, C)
+        y = (gates.to(answers.dtype).unsqueeze(-2) @ by_token).squeeze(-2)  # (.., 1, K) (.., K, C)
         return y if self.shared is None else y + of_shared
 
     def rows_of(self, x, order, top_k):
@@ -463,21 +460,14 @@ def sum_gradients(model, replicas):
 
 @torch.no_grad()
 def step_biases(model):
-    """After a step: moves the biases by the loads since the last time. Frozen routers keep them."""
-    for layer in layers_of(model):
-        layer.last_load = layer.load_of_step
-        layer.load_of_step = 0
-        if torch.is_tensor(layer.last_load) and layer.router.weight.requires_grad:
-            layer.bias_units += bias_step(layer.last_load, layer.gamma)
-
-
-def balancing_losses(model):
-    """-> this rank's part of the balancing losses since the last time, to be printed. Without
-    those of layers that no backward has reached."""
+    """After a step: moves the biases by its loads; frozen routers keep theirs. -> this rank's part
+    of the balancing losses, to be printed, of layers that a backward has reached."""
     total = 0
     for layer in layers_of(model):
+        if torch.is_tensor(layer.load_of_step) and layer.router.weight.requires_grad:
+            layer.bias_units += bias_step(layer.load_of_step, layer.gamma)
         total += layer.loss_of_step
-        layer.loss_of_step = 0
+        layer.load_of_step = layer.loss_of_step = 0
     return total
 
 
@@ -792,8 +782,8 @@ def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled, the fault shows
     nn.utils.clip_grads_with_norm_(model.parameters(), clip, finite)
     optimizer.step()
-    step_biases(model)
-    return loss.detach() + balancing_losses(model), norm
+    model.loads = [layer.load_of_step for layer in layers_of(model)]  # for show_load
+    return loss.detach() + step_biases(model), norm
 
 
 # ---- for the check and for dry runs
@@ -893,13 +883,8 @@ def set_up(run, impl, replicas, ep):
     from harness.checkpoint import of_stacks, pieces_of
     from harness.whole import wholes_of_stacks
 
-    plain = run.build()
-    if impl == "idea":
-        model = parallelize_idea(plain, ep)
-        step = idea_step
-    else:
-        model = parallelize(plain, ep)
-        step = train_step
+    make, step = {"idea": (parallelize_idea, idea_step), "scratch": (parallelize, train_step)}[impl]
+    model = make(run.build(), ep)
     named = list(model.named_parameters())
     names = {p: name for name, p in named}
     name_experts(model, names, ep, run.args.experts)
@@ -936,8 +921,7 @@ def textbook(run, model, ep):
 
 def show_load(run, model):
     """How often all ranks' tokens chose each expert in the last step, beside the mean."""
-    loads = [layer.last_load for layer in layers_of(model)]
-    loads = [load / load.double().mean() for load in loads if torch.is_tensor(load)]
+    loads = [load / load.double().mean() for load in model.loads if torch.is_tensor(load)]
     run.extra["load"] = [load.tolist() for load in loads]  # of layers that a backward came by
     times = " ".join(f"{load.max():.2f}" for load in loads)
     run.say(f"\nbusiest experts, by layer: {times} times the mean")

@@ -368,7 +368,7 @@ def make_links(plans, pipelines):
     return links
 
 
-# ---- 2.4 stages: any model, cut between its layers ----
+# ---- 2.4 stages: what makes them one model ----
 
 
 class Stages(nn.ModuleList):
@@ -452,99 +452,6 @@ def names_of(stages):
                 f"two stages have a {name}: a state_dict would lose one; take slices, or carve")
             names.setdefault(p, name)
     return names
-
-
-class Chain(NamedTuple):
-    """Where the layers of a model are, so that it can be cut between them. Names are of modules.
-
-    The model's own forward runs in every stage, with its masks and angles. In the place of a module
-    that is on another stage it finds HandsOn, which hands on x. So outside of the modules named
-    here it must leave x alone: every stage would do x * 0.5, or F.linear(x, tok.weight) (let the
-    head be an nn.Linear with this weight). assert_carves finds it. Later stages get x, (B, T, C),
-    in the place of ids, and nothing else, such as a mask. Layers may get more, of what forward
-    makes, but return x alone, no tuple. docs/your-model.md has an example.
-
-    first    of the first stage alone: the token embedding, positions, their dropout and norm
-    layers   an nn.ModuleList
-    last     of the last stage alone: the norm and, at the end, the Linear of the logits
-    call     call(forward, x) -> a tensor: how the model's forward, or a stage's, is called, such as
-             under autocast: then a loss of one's own has to make fp32 of logits
-    """
-
-    first: list
-    layers: str
-    last: list
-    call: Callable = lambda forward, x: forward(x)
-
-
-def assert_carves(model, chain, x):
-    """Once: raises if the model does anything to x outside of what chain names, which every stage
-    would do. x: random, (B, T, C), where the model is, and in its dtype."""
-    layers = len(model.get_submodule(chain.layers))
-    _, empty, _ = carve(model, chain, [layers, 0, 0])
-    with torch.no_grad():
-        assert torch.equal(empty(x), x), "name modules for what forward does besides, see Chain"
-
-
-def carve(model, chain, layers):
-    """-> all stages: copies of the model that share its modules. layers: how many each gets.
-
-        chain = Chain(first=["embed"], layers="layers", last=["norm", "head"])
-        assert_carves(model, chain, torch.randn(2, T, C))
-        stages = Stages(carve(model, chain, [2, 2]), mail)
-    To free what is on other stages: del model; gc.collect()
-    """
-    count = len(model.get_submodule(chain.layers))
-    assert sum(layers) == count, f"layers {layers} of {count}"
-    numbers = [number for number, size in enumerate(layers) for _ in range(size)]  # [2, 1]: 0 0 1
-    home = {f"{chain.layers}.{i}": number for i, number in enumerate(numbers)}  # {name: its stage}
-    home.update(dict.fromkeys(chain.first, 0))
-    home.update(dict.fromkeys(chain.last, len(layers) - 1))
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name in home:  # None: a model without learned positions may have it in their place
-        is_module = name in modules or attrgetter(name)(model) is None
-        assert is_module, f"{name} is no module: every stage would run it"
-    stages = []
-    for number in range(len(layers)):
-        stage = cut_out(number, model, home)
-        stage.forward = partial(chain.call, stage.forward)
-        stages.append(stage)
-    return stages
-
-
-def cut_out(number, module, home, path=""):
-    """-> a copy of the module, with HandsOns for what is not stage `number`'s. It shares the rest.
-
-    home: {name: its stage}, of modules that one stage runs. path: the module's own name, and a dot
-    """
-    assert "forward" not in vars(module), "its forward would see all layers: replace it after carve"
-    twin = copy.copy(module)
-    # copy.copy shares the dicts of submodules, of hooks, .. as well: the twin gets its own
-    dicts = {key: value.copy() for key, value in vars(module).items() if isinstance(value, dict)}
-    vars(twin).update(dicts)
-    for key, child in module._modules.items():
-        name = path + key
-        if home.get(name, number) != number:
-            twin._modules[key] = HandsOn(child)
-        elif any(each.startswith(f"{name}.") for each in home):
-            twin._modules[key] = cut_out(number, child, home, f"{name}.")
-    return twin
-
-
-class HandsOn(nn.Module):
-    """What a stage has in the place of a layer, norm, head or token embedding: it hands on x. In
-    the place of learned positions, whose input is integers, it is 0, which the model adds to x.
-    old: what was there; a forward may read its words and numbers (transformers' attention_type)"""
-
-    def __init__(self, old=None):
-        super().__init__()
-        known = {} if old is None else vars(getattr(old, "_orig_mod", old))  # if it is compiled
-        for name, value in known.items():
-            if value is None or isinstance(value, (str, int, float)):
-                vars(self)[name] = value
-
-    def forward(self, x, *others, **keywords):
-        return x if x.is_floating_point() else x.new_zeros(())
 
 
 def full_state_dict(stages, group=None):
@@ -808,6 +715,102 @@ def make_plans(name, ranks, microbatches, chunks=2):
     return [SCHEDULES[name](rank, ranks, M, chunks) for rank in range(ranks)]
 
 
+# ---- 2.7 any model, cut between its layers ----
+
+
+class Chain(NamedTuple):
+    """Where the layers of a model are, so that it can be cut between them. Names are of modules.
+
+    The model's own forward runs in every stage, with its masks and angles. In the place of a module
+    that is on another stage it finds HandsOn, which hands on x. So outside of the modules named
+    here it must leave x alone: every stage would do x * 0.5, or F.linear(x, tok.weight) (let the
+    head be an nn.Linear with this weight). assert_carves finds it. Later stages get x, (B, T, C),
+    in the place of ids, and nothing else, such as a mask. Layers may get more, of what forward
+    makes, but return x alone, no tuple. docs/your-model.md has an example.
+
+    first    of the first stage alone: the token embedding, positions, their dropout and norm
+    layers   an nn.ModuleList
+    last     of the last stage alone: the norm and, at the end, the Linear of the logits
+    call     call(forward, x) -> a tensor: how the model's forward, or a stage's, is called, such as
+             under autocast: then a loss of one's own has to make fp32 of logits
+    """
+
+    first: list
+    layers: str
+    last: list
+    call: Callable = lambda forward, x: forward(x)
+
+
+def assert_carves(model, chain, x):
+    """Once: raises if the model does anything to x outside of what chain names, which every stage
+    would do. x: random, (B, T, C), where the model is, and in its dtype."""
+    layers = len(model.get_submodule(chain.layers))
+    _, empty, _ = carve(model, chain, [layers, 0, 0])
+    with torch.no_grad():
+        assert torch.equal(empty(x), x), "name modules for what forward does besides, see Chain"
+
+
+def carve(model, chain, layers):
+    """-> all stages: copies of the model that share its modules. layers: how many each gets.
+
+        chain = Chain(first=["embed"], layers="layers", last=["norm", "head"])
+        assert_carves(model, chain, torch.randn(2, T, C))
+        stages = Stages(carve(model, chain, [2, 2]), mail)
+    To free what is on other stages: del model; gc.collect()
+    """
+    count = len(model.get_submodule(chain.layers))
+    assert sum(layers) == count, f"layers {layers} of {count}"
+    numbers = [number for number, size in enumerate(layers) for _ in range(size)]  # [2, 1]: 0 0 1
+    home = {f"{chain.layers}.{i}": number for i, number in enumerate(numbers)}  # {name: its stage}
+    home.update(dict.fromkeys(chain.first, 0))
+    home.update(dict.fromkeys(chain.last, len(layers) - 1))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in home:  # None: a model without learned positions may have it in their place
+        is_module = name in modules or attrgetter(name)(model) is None
+        assert is_module, f"{name} is no module: every stage would run it"
+    stages = []
+    for number in range(len(layers)):
+        stage = cut_out(number, model, home)
+        stage.forward = partial(chain.call, stage.forward)
+        stages.append(stage)
+    return stages
+
+
+def cut_out(number, module, home, path=""):
+    """-> a copy of the module, with HandsOns for what is not stage `number`'s. It shares the rest.
+
+    home: {name: its stage}, of modules that one stage runs. path: the module's own name, and a dot
+    """
+    assert "forward" not in vars(module), "its forward would see all layers: replace it after carve"
+    twin = copy.copy(module)
+    # copy.copy shares the dicts of submodules, of hooks, .. as well: the twin gets its own
+    dicts = {key: value.copy() for key, value in vars(module).items() if isinstance(value, dict)}
+    vars(twin).update(dicts)
+    for key, child in module._modules.items():
+        name = path + key
+        if home.get(name, number) != number:
+            twin._modules[key] = HandsOn(child)
+        elif any(each.startswith(f"{name}.") for each in home):
+            twin._modules[key] = cut_out(number, child, home, f"{name}.")
+    return twin
+
+
+class HandsOn(nn.Module):
+    """What a stage has in the place of a layer, norm, head or token embedding: it hands on x. In
+    the place of learned positions, whose input is integers, it is 0, which the model adds to x.
+    old: what was there; a forward may read its words and numbers (transformers' attention_type)"""
+
+    def __init__(self, old=None):
+        super().__init__()
+        known = {} if old is None else vars(getattr(old, "_orig_mod", old))  # if it is compiled
+        for name, value in known.items():
+            if value is None or isinstance(value, (str, int, float)):
+                vars(self)[name] = value
+
+    def forward(self, x, *others, **keywords):
+        return x if x.is_floating_point() else x.new_zeros(())
+
+
 # ---- 3. the toy GPT, parallelized --------------------------------------------
 
 CHAIN = Chain(first=["tok", "pos"], layers="blocks", last=["norm", "head"])
@@ -1045,20 +1048,19 @@ def set_up(run, impl, plans, layers):
     stages, mail = parallelize(run.build(), plans, layers, *boundary)
     named = list(stages.named_parameters())
     optimizer = run.optimizer(named)
-    if args.schedule == "pipedream":
-        pipeline = PipeDream(stages, mail, optimizer, args.clip or math.inf)
-    elif impl == "torch":
-        pipeline = Pipeline(stages.here, mail)  # evaluates alone; torch splits its Bs by itself
-    else:
-        pipeline = SplitPipeline(stages.here, mail)
     model = stages
-    step = partial(train_step, pipeline)
+    pipeline = Pipeline(stages.here, mail)  # of the idea and of torch it evaluates alone
     if impl == "idea":
         model, plan = parallelize_idea(stages, plans, *boundary)
         step = partial(idea_step, plan=plan)
     elif impl == "torch":
         at_work = parallelize_at_work(args.schedule, stages, plans, boundary, run.cfg.vocab)
         step = partial(train_step_at_work, *at_work)
+    else:
+        pipeline = SplitPipeline(stages.here, mail)
+        if args.schedule == "pipedream":
+            pipeline = PipeDream(stages, mail, optimizer, args.clip or math.inf)
+        step = partial(train_step, pipeline)
     return run.side(
         model, optimizer, step, held_of=stages, evaluate=partial(evaluate, pipeline),
         pieces=partial(pieces_of, named, optimizer),

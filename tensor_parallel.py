@@ -216,8 +216,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # whole           -           all-reduce dx                     all-reduce      -
 # cut along T     all-gather  all-gather x, reduce-scatter dx   reduce-scatter  all-gather
 #
-# The first is TensorParallel, the second SequenceParallel, further down. (Its f's backward gathers
-# x again, which is not kept.)
+# The first is TensorParallel, the second SequenceParallel (--sp). Its f's backward gathers x again,
+# which is not kept.
 
 # Of a parameter that is cut:
 # dim         along which
@@ -260,6 +260,35 @@ class TensorParallel:
         if p is not None and p not in self.cuts:  # a tied one is cut already
             self.cuts[p] = Cut(dim, p.shape[dim])
             p.data = shard(p.data, self.cuts[p], self)
+
+
+class SequenceParallel(TensorParallel):
+    """Outside, x is cut along T, dim -2, which tp must divide (Korthikanti 2022, fig. 5).
+
+    So norms and row biases see 1/tp of the tokens, and make summands (is_summand). What is added
+    to x must be cut as x is: a table of learned positions becomes a VocabEmbedding, whose g cuts
+    along T. docs/your-model.md has what else a model may not do then.
+    """
+
+    cuts_x = True
+
+    def gather(self, x):
+        """Pieces (.., T/tp, C) -> (.., T, C)."""
+        x = x.contiguous()
+        pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
+        flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
+        work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
+        return lambda: finished(work, pieces).movedim(0, -3).flatten(-3, -2)
+
+    def reduce(self, y):
+        """Summands (.., T, C) -> this rank's piece (.., T/tp, C) of their sum."""
+        T = y.shape[-2]
+        assert T % self.size == 0, f"T is {T}: SequenceParallel wants a multiple of {self.size}"
+        pieces = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # (tp, .., T/tp, C)
+        x = torch.empty_like(pieces[0])
+        flat = pieces.flatten(0, 1)
+        work = reduce_scatter(x, flat, group=self.group, async_op=True)  # partial -> sharded(T)
+        return lambda: finished(work, x)
 
 
 def finished(work, t):
@@ -313,20 +342,15 @@ class ColumnParallel(torch.autograd.Function):
     def backward(ctx, *dys):
         """Start x's gather, make dx, start its sum, make weights' gradients, wait for dx."""
         x, *parameters = ctx.saved_tensors
-        dx = None
-        gradients = [None] * len(parameters)
-        wants_dx = ctx.needs_input_grad[1]
         trains = any(ctx.needs_input_grad[2:])
-        if trains:
-            wait_for_x = ctx.tp.gather(x)  # replicated or sharded(T) -> replicated
-        if wants_dx:
-            summand = input_gradient(dys, parameters[::2])
-            wait_for_dx = ctx.tp.reduce(summand)  # partial -> replicated or sharded(T)
+        wait_for_x = ctx.tp.gather(x) if trains else None  # replicated or sharded(T) -> replicated
+        wait_for_dx = None
+        gradients = [None] * len(parameters)
+        if ctx.needs_input_grad[1]:  # partial -> replicated or sharded(T)
+            wait_for_dx = ctx.tp.reduce(input_gradient(dys, parameters[::2]))
         if trains:
             gradients = weight_gradients(wait_for_x(), dys, parameters[1::2])
-        if wants_dx:
-            dx = wait_for_dx()
-        return None, dx, *gradients
+        return None, wait_for_dx and wait_for_dx(), *gradients
 
 
 def input_gradient(dys, weights):
@@ -537,38 +561,6 @@ def gradient_norm(model, tp):
     return square.sqrt()
 
 
-# ---- --sp: x outside is cut along T
-
-
-class SequenceParallel(TensorParallel):
-    """Outside, x is cut along T, dim -2, which tp must divide (Korthikanti 2022, fig. 5).
-
-    So norms and row biases see 1/tp of the tokens, and make summands (is_summand). What is added
-    to x must be cut as x is: a table of learned positions becomes a VocabEmbedding, whose g cuts
-    along T. docs/your-model.md has what else a model may not do then.
-    """
-
-    cuts_x = True
-
-    def gather(self, x):
-        """Pieces (.., T/tp, C) -> (.., T, C)."""
-        x = x.contiguous()
-        pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
-        flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
-        work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
-        return lambda: finished(work, pieces).movedim(0, -3).flatten(-3, -2)
-
-    def reduce(self, y):
-        """Summands (.., T, C) -> this rank's piece (.., T/tp, C) of their sum."""
-        T = y.shape[-2]
-        assert T % self.size == 0, f"T is {T}: SequenceParallel wants a multiple of {self.size}"
-        pieces = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # (tp, .., T/tp, C)
-        x = torch.empty_like(pieces[0])
-        flat = pieces.flatten(0, 1)
-        work = reduce_scatter(x, flat, group=self.group, async_op=True)  # partial -> sharded(T)
-        return lambda: finished(work, x)
-
-
 # ---- whole tensors
 
 
@@ -576,15 +568,13 @@ def unshard(t, cut, tp):
     """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
     if cut is None:
         return t
-    size = list(t.shape)
-    size[cut.dim] = tp.each(cut.plain_size)
-    piece = t.new_zeros(size)  # on their way all have one size
-    piece.narrow(cut.dim, 0, t.shape[cut.dim]).copy_(t.detach())
-    pieces = t.new_empty(tp.size, *size)
-    all_gather(pieces.flatten(0, 1), piece, tp.group)  # sharded -> replicated
-    whole = torch.cat(pieces.unbind(), cut.dim).narrow(cut.dim, 0, cut.plain_size)
-    # else a file of it would have the padding, too, or safetensors refuse it
-    return whole.clone(memory_format=torch.contiguous_format)
+    rows = t.detach().movedim(cut.dim, 0)
+    piece = rows.new_zeros(tp.each(cut.plain_size), *rows.shape[1:])  # all of one size
+    piece[:len(rows)] = rows
+    whole = piece.new_empty(tp.size * len(piece), *piece.shape[1:])
+    all_gather(whole, piece, tp.group)  # sharded -> replicated
+    # cloned: else a file of it would have the padding, too, or safetensors refuse it
+    return whole[:cut.plain_size].movedim(0, cut.dim).clone(memory_format=torch.contiguous_format)
 
 
 def full_state_dict(model, tp):

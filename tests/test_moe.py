@@ -249,8 +249,7 @@ def our_step(section, model, optimizer, x, y, sources, replicas, ep):
     norm = section.gradient_norm(model, ep)
     nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
     optimizer.step()
-    total = total + section.balancing_losses(model)
-    section.step_biases(model)
+    total = total + section.step_biases(model)
     return total, norm
 
 

@@ -337,7 +337,7 @@ BUGS_IN_THE_IDEA = [
     ("y.flatten(), group) / valid", "y.flatten(), group) / y.numel()"),
 ]
 BUGS = [  # and where they show, if not in check_bug's usual case
-    ("ctx.tp.reduce(summand)", "(lambda: summand)"),  # f
+    ("ctx.tp.reduce(input_gradient(dys", "(lambda dx: lambda: dx)(input_gradient(dys"),  # f
     ("x = ToOutside.apply(summand, self.tp)", "x = summand"),  # g
     ("self.multiply(y, self.weight)", "self.multiply(y, self.weight, self.bias)"),
     (".masked_fill(~here.unsqueeze(-1), 0)  # (.., T, C)", ""),
