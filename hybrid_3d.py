@@ -25,14 +25,14 @@ print(hybrid) says what becomes of each gradient. docs/your-model.md has whole p
 B sequences of T words make a step, in M micro-batches. L layers have width C, H heads, K with keys
 and values; a rank has P parameters. n = dp cp. A = B/(dp M) T/cp C goes from stage to stage. Then a
 rank with one stage, not the first or the last, sends in a step, in elements:
-    tp    M L/pp 8 A (tp-1)/tp; --sp: 10 A in the place of 8 A. And the gradients that tp sums
-    pp    M 2 A; --sp: 1/tp of it
-    cp    M L/pp 6 A (cp-1)/tp K/H; not with ulysses
-    data  2 P (n-1)/n; ZeRO-2: M + 1 in the place of 2; ZeRO-3: 3 M
+    tp     M L/pp 8 A (tp-1)/tp; --sp: 10 A in the place of 8 A
+    pp     M 2 A; --sp: 1/tp of it
+    cp     M L/pp 6 A (cp-1)/tp K/H; not with ulysses
+    data   2 (P - S) (n-1)/n; ZeRO-2: M + 1 in the place of 2; ZeRO-3: 3 M
+    peers  2 S (n tp - 1)/(n tp); S of the P are summed over tp, too: with --sp those of norms
 First and last stage send V C/(n tp) more if the embedding is the head of V words.
 
-Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3.2.
-At work: part 4.
+Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3.2. At work: part 4.
 Not for: what its files are not for; optimizers of whole matrices, but see --optimizer muon; ties
 other than of the first stage to the last; stages whose first parameters differ in dtype; pipedream;
 ZeRO-3 of several stages; with Ws, Linears that run twice in a stage; with experts or cp, weights
@@ -222,14 +222,14 @@ class Mesh:
     these four axes there are the groups
 
     data      dp x cp, all ranks with the same parameters and other tokens: the idea's dp
+    peers     data x tp, all ranks that have the same stages
     ends      data of the first stage and of the last together, which share what is tied (the group
               of other stages is None)
 
     and for experts
 
-    ep        data is replicas x ep; the ranks along ep have different experts
-    replicas  the ranks along data that have the same experts
-    peers     all ranks that have the same stages: they share their experts' load
+    ep        ranks of data that have different experts, together all
+    replicas  ranks of data and tp that have the same experts
     """
 
     def __init__(self, plans, dp=1, cp=1, tp=1, ep=1):
@@ -252,7 +252,7 @@ class Mesh:
             "cp": ranks.movedim(2, -1),
             "tp": ranks,
             "data": ranks.flatten(1, 2).movedim(1, -1),
-            "replicas": by_expert.movedim(1, -1),
+            "replicas": by_expert.movedim(2, 1).flatten(2),
             "ep": by_expert.movedim(2, -1),
             "peers": ranks.flatten(1),
             "ends": ranks[ends].flatten(0, 2).T,
@@ -271,15 +271,14 @@ def fates(sp, zero):
     """-> {kind of parameter: {axis: what becomes of its gradient}}; the first two are the usual
     ones. sp: is x cut along T, too?"""
     # ranks of data have seen other tokens. scatter: of the sum each rank keeps a part
-    data = "scatter" if zero else "sum"
-    whole = "sum" if sp else "same"  # with sp, ranks of tp have seen other tokens, too
+    total = "scatter" if zero else "sum"
+    of_peers = {"peers": total}  # ranks of tp have summands, too
     return {
-        "cut": {"tp": "cut", "data": data},  # matrices, embeddings, biases of ColumnLinears
-        "whole": {"tp": whole, "data": data},  # norms, biases of RowLinears
-        # norms of q and k, k and v of few heads: each rank has seen its own heads
-        "inside": {"tp": "sum", "data": data},
-        # wants sp: each rank of tp sends the experts its own tokens
-        "expert": {"tp": "sum", "replicas": data, "ep": "cut"},
+        "cut": {"tp": "cut", "data": total},  # matrices, embeddings, biases of ColumnLinears
+        # norms, biases of RowLinears: with sp, ranks of tp have seen other tokens
+        "whole": of_peers if sp else {"tp": "same", "data": total},
+        "inside": of_peers,  # norms of q and k, k and v of few heads: they have seen other heads
+        "expert": {"replicas": total, "ep": "cut"},  # wants sp: tp's ranks send other tokens
     }
 
 
@@ -316,7 +315,8 @@ def table_of(stages, tp, zero):
                 if len(numbers) > 1:
                     assert numbers == [0, len(stages) - 1], f"{names[p]} is in stages {numbers}"
                     kind += ", tied"
-                    fate = {"tp": fate["tp"], "ends": fate["data"]}  # copies of both stages
+                    on_tp = "cut" if p in tp.cuts else "same"
+                    fate = {"tp": on_tp, "ends": "scatter" if zero else "sum"}
                 table.setdefault(p, Row(names[p], kind, fate))
     return table
 
@@ -329,11 +329,11 @@ def alike(fate):
 
 # ---- 2.3 a step ----
 
-# The way of a gradient, such as that of a norm's weight, with --sp and ZeRO-1:
+# The way of a gradient, such as that of a matrix, with ZeRO-1:
 #     B of a micro-batch      autograd calls ZeRO's hook, which adds it to its unit's buffer
 #     B of the last one       meanwhile a reduce-scatter over data: part.grad, this rank's part
 #     next action, or end     waits for the sum
-#     sum_gradients           sums over tp, as its fate says; only now over ends what is tied
+#     sum_gradients           only now sums, over ends and peers, what is tied or tp sums, too
 #     gradient_norm           of ranks with the same numbers the first one counts them
 #     begin_step .. end_step  master.grad; AdamW steps master; an all-gather over data: new weights
 
@@ -364,14 +364,11 @@ def train_step(model, optimizer, x, y, valid, clip):
 
 
 def sum_gradients(model):
-    """After the pipeline's step, in which copies have begun all sums but those of what is tied:
-    there its two stages would wait for each other."""
+    """After the pipeline's step, in which copies have begun all sums but those of what is tied,
+    where two stages would wait for each other, and of what tp sums, too, which is little."""
     model.pipeline.end_sums()
-    for zero in model.tied:
-        zero.reduce()  # over ends: partial -> sharded
-    gradients = [p.grad for p in model.parts if model.table[p.parameter].fate["tp"] == "sum"]
-    if gradients and model.tp.size > 1:
-        tensor_parallel.sum_over_ranks(gradients, model.tp.group)  # partial -> replicated
+    for zero in model.late:
+        zero.reduce()  # over ends, over peers: partial -> sharded
 
 
 def gradient_norm(model):
@@ -444,18 +441,18 @@ class Hybrid(nn.Module):
         self.make_zeros(here, layers, zero, reduce_dtype)
         self.units = [unit for each in self.zeros for unit in each.units]
         self.parts = [part for each in self.zeros for part in each.parts]
-        guard_units(self.units, self.table, tp)
 
     def make_zeros(self, here, layers, level, reduce_dtype):
         """What sums gradients over copies, and cuts what they share."""
-        self.zeros = []
-        tied = [p for p, row in self.table.items() if "ends" in row.fate and p.requires_grad]
-        if tied:
-            units = [(tied, [])]
-            zero = LADDER[min(level, 1)](units, self.group["ends"], reduce_dtype=reduce_dtype)
-            zero.sync = False  # backwards only add to it: it is summed once, in sum_gradients
-            self.zeros.append(zero)
-        self.tied = [*self.zeros]
+        self.late = []
+        for axis in "ends", "peers":
+            late = [p for p, row in self.table.items() if axis in row.fate and p.requires_grad]
+            if late:
+                units = [(late, [])]
+                zero = LADDER[min(level, 1)](units, self.group[axis], reduce_dtype=reduce_dtype)
+                zero.sync = False  # backwards only add to it: it is summed once, in sum_gradients
+                self.late.append(zero)
+        self.zeros = [*self.late]
         apart = bool(self.pipeline.split)
         for number, stage in here.items():
             zeros = self.pipeline.zeros_of[number] = {}
@@ -593,12 +590,9 @@ def units_of_stage(stage, table, layers, apart):
     for number, (parameters, sites) in enumerate(units_of(stage, layers)):
         for p in parameters:
             place = -1 if apart and p.dim() == 1 else number
-            for axis in found.keys() & table[p].fate.keys():  # one, or none: it is tied
+            for axis in found.keys() & table[p].fate.keys():  # one, or none: it is late
                 own, _ = found[axis].setdefault(place, ([], sites))
                 own.append(p)
-    for axis in found:
-        for own, _ in found[axis].values():
-            own.sort(key=lambda p: table[p].fate["tp"] != "sum")  # first, see guard_units
     return {axis: [units[place] for place in sorted(units)] for axis, units in found.items()}
 
 
@@ -614,7 +608,7 @@ class SummingPipeline(SplitPipeline):
 
     def __init__(self, modules, mail):
         super().__init__(modules, mail)
-        self.zeros_of = {}  # {stage: {axis: ZeRO}}, without what is tied; Hybrid fills it
+        self.zeros_of = {}  # {stage: {axis: ZeRO}}, without what is late; Hybrid fills it
         self.ending = []  # ZeROs whose last sum is under way
         # Linears that tp has not cut are split by now; the forward of a cut one calls its multiply
         for module in nn.ModuleList(modules.values()).modules():
@@ -675,17 +669,6 @@ def guard(stages, mesh, tp, layers, head, zero, ring):
         "a head that is not cut would see T/tp tokens: take TensorParallel")
 
 
-def guard_units(units, table, tp):
-    """Where tp's pieces are not even, its ranks have chunks of other lengths. What they sum is at
-    one place on all of them if it lies in the first chunk."""
-    for unit in units:
-        uneven = any(p in tp.cuts and tp.cuts[p].plain_size % tp.size for p in unit.shapes)
-        summed = [p for p in unit.shapes if table[p].fate["tp"] == "sum"]  # units begin with these
-        if uneven and summed:
-            assert unit.spans[summed[-1]].stop <= unit.chunk, (
-                f"tp cuts unevenly what is beside {table[summed[-1]].name}: take zero=0")
-
-
 def assert_alike(model, x, y):
     """Once, after the first train_step, with its x and y: raises if the ranks of a copy have got
     different rows, or if ranks of tp have different gradients of what is the same on all (with
@@ -695,7 +678,7 @@ def assert_alike(model, x, y):
         assert_same(same, model.group[axis])
     for part in model.parts:
         row = model.table[part.parameter]
-        if row.fate["tp"] == "same":
+        if row.fate.get("tp") == "same":
             same[row.name] = part.grad
     assert_same(same, model.group["tp"])
 
@@ -707,11 +690,11 @@ def text_of(rows, axes):
     """The table of gradients: a line for each name, in which a layer's number is a *. Such as, of a
     tied Qwen3 with ZeRO:
 
-    gradient of                  kind       tp    data     ends     counted in the norm by
-    tok.weight                   cut, tied  cut   -        scatter  each its own
-    blocks.*.norm1.weight        whole      same  scatter  -        first of tp
-    blocks.*.attn.q.weight       cut        cut   scatter  -        each its own
-    blocks.*.attn.q_norm.weight  inside     sum   scatter  -        first of tp
+    gradient of                  kind       tp    data     peers    ends     counted in the norm by
+    tok.weight                   cut, tied  cut   -        -        scatter  each its own
+    blocks.*.norm1.weight        whole      same  scatter  -        -        first of tp
+    blocks.*.attn.q.weight       cut        cut   scatter  -        -        each its own
+    blocks.*.attn.q_norm.weight  inside     -     -        scatter  -        each its own
     """
     lines = {}  # {line: None}: each once, in order
     for row in rows:

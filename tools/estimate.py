@@ -48,7 +48,8 @@ def job_of(cfg, at, lay):
 
     b         bytes of a number          x     bytes of a micro-batch between two blocks
     cut       tp with sp, else 1: what is outside of tp's Linears is cut by it
-    data      dp x cp, the ranks that hold different tokens; copies: those with the same experts
+    data      dp x cp, the ranks that hold different tokens; copies: those of tp, too, with the same
+              experts
     dense     parameters of a block on a rank, without experts; expert: of its experts
     routed    experts that a token visits, all being chosen equally often; visits: MLPs, all told
     q, kv     width of all heads, of all key-value heads, by C; f: of an MLP's hidden tensors
@@ -64,7 +65,7 @@ def job_of(cfg, at, lay):
     job.x = job.b * job.tokens * cfg.width
     job.cut = lay.tp if lay.sp else 1
     job.data = lay.dp * lay.cp
-    job.copies = job.data // job.ep
+    job.copies = lay.tp * job.data // job.ep
     matrices, vectors, of_mlp, vectors_of_mlp = counts(cfg)
     job.dense = matrices / lay.tp + vectors + at.experts * cfg.width
     if job.has_mlp:
