@@ -169,11 +169,46 @@ def sum_gradients(parameters, group=None):
         p.grad.copy_(part.view_as(p))
 
 
-# ---- full: recompute, for any forward
+# ---- what a checkpoint keeps
 
 # The idea makes one node of a block. Here the graph stays as autograd makes it, of any forward, but
 # keeps less: autograd hands each tensor that backward will want to a pair of hooks. The graph keeps
 # what pack(tensor) returns, and unpack() has to make the tensor of it again.
+
+
+def hooks_around():
+    """-> the pack and unpack in force, such as save_on_cpu's, or what autograd does without any."""
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
+    return pair or (pack_checked, unpack_checked)
+
+
+def pack_checked(tensor):
+    """Detached: else softmax's node, which keeps its result, would keep itself."""
+    return tensor.detach(), tensor._version  # _version counts changes in place
+
+
+def unpack_checked(packed):
+    tensor, version = packed
+    assert tensor._version == version, "changed in place, but backward needs what it was"
+    return tensor
+
+
+def keep(x, hooks):
+    """-> a function that returns x again, a tensor or what else forward is called with.
+
+    Of nested pairs of hooks autograd calls the innermost alone. So what a checkpoint keeps it hands
+    to the pair around it, and may lie within another.
+    """
+    if not torch.is_tensor(x):
+        return lambda: x
+    pack, unpack = hooks
+    with torch.no_grad():  # as autograd calls it
+        packed = pack(x)
+    requires_grad = x.requires_grad
+    return lambda: unpack(packed).detach().requires_grad_(requires_grad)
+
+
+# ---- full: recompute, for any forward
 
 # torch.compile leaves these alone: it might compile one run of forward and not the other, and the
 # two would keep different tensors.
@@ -222,7 +257,7 @@ class Rerun:
     def __init__(self, forward, inputs, keywords):
         leaves, self.structure = tree_flatten((inputs, keywords))  # tensors, also within tuples, ..
         hooks = hooks_around()
-        self.inputs = [keep(x, hooks) for x in leaves]  # see below
+        self.inputs = [keep(x, hooks) for x in leaves]
         self.forward = forward
         self.surroundings = surroundings(leaves)
         self.slots = []  # those to be filled, in the order of forward
@@ -277,41 +312,6 @@ def surroundings(inputs):
             yield
 
     return as_now
-
-
-# ---- what a checkpoint keeps
-
-
-def hooks_around():
-    """-> the pack and unpack in force, such as save_on_cpu's, or what autograd does without any."""
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
-    return pair or (pack_checked, unpack_checked)
-
-
-def pack_checked(tensor):
-    """Detached: else softmax's node, which keeps its result, would keep itself."""
-    return tensor.detach(), tensor._version  # _version counts changes in place
-
-
-def unpack_checked(packed):
-    tensor, version = packed
-    assert tensor._version == version, "changed in place, but backward needs what it was"
-    return tensor
-
-
-def keep(x, hooks):
-    """-> a function that returns x again, a tensor or what else forward is called with.
-
-    Of nested pairs of hooks autograd calls the innermost alone. So what a checkpoint keeps it hands
-    to the pair around it, and may lie within another.
-    """
-    if not torch.is_tensor(x):
-        return lambda: x
-    pack, unpack = hooks
-    with torch.no_grad():  # as autograd calls it
-        packed = pack(x)
-    requires_grad = x.requires_grad
-    return lambda: unpack(packed).detach().requires_grad_(requires_grad)
 
 
 # ---- selective: the results of cheap operations alone are made again
@@ -439,11 +439,10 @@ class FusedLossScaler(LossScaler):
         optimizer.found_inf = overflow.float()
         optimizer.step()
         del optimizer.found_inf  # else a later step without this scaler would skip, too
-        good_steps = torch.where(overflow, 0, self.good_steps + 1)
-        doubles = good_steps >= self.interval
+        self.good_steps = torch.where(overflow, 0, self.good_steps + 1)
+        doubles = self.good_steps % self.interval == 0
         factor = torch.where(overflow, 0.5, torch.where(doubles, 2.0, 1.0))
         self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # it would stay 0 or inf for ever
-        self.good_steps = torch.where(doubles, 0, good_steps)
 
 
 # ---- a step

@@ -122,7 +122,7 @@ class IdeaOfHybrid:
     """
 
     def __init__(self, stages, grid, boundary):
-        self.grid = grid
+        self.group = grid
         self.boundary = boundary
         self.stage = stages[grid["pp"].rank()]
         of_stages = [set(stage.parameters()) for stage in stages]
@@ -148,14 +148,14 @@ def idea_step(model, optimizer, x, y, valid, clip):
     norm = norm_by_fate(model)
     nn.utils.clip_grads_with_norm_(model.trained(), clip, norm)
     optimizer.step()
-    return loss / model.grid["tp"].size(), norm  # every rank of tp has the whole loss
+    return loss / model.group["tp"].size(), norm  # every rank of tp has the whole loss
 
 
 def sum_by_fate(model):
     for p in model.trained():
         for axis, fate in model.fate[p].items():
             if fate == "sum":
-                dist.all_reduce(p.grad, group=model.grid[axis])  # partial -> replicated
+                dist.all_reduce(p.grad, group=model.group[axis])  # partial -> replicated
 
 
 def norm_by_fate(model):
@@ -163,7 +163,7 @@ def norm_by_fate(model):
     square = model.boundary.new_zeros(())
     for p in model.trained():
         alike = [axis for axis, fate in model.fate[p].items() if fate != "cut"]
-        if all(model.grid[axis].rank() == 0 for axis in alike):
+        if all(model.group[axis].rank() == 0 for axis in alike):
             square += p.grad.square().sum()
     dist.all_reduce(square)  # over all ranks: partial -> replicated
     return square.sqrt()
@@ -171,7 +171,7 @@ def norm_by_fate(model):
 
 def run_microbatches(model, x, y, valid):
     """Forward and backward of this copy's rows -> their loss on the last stage, 0 on others."""
-    grid = model.grid
+    grid = model.group
     rows = len(model.boundary)  # of a micro-batch
     inputs = x.split(rows)
     targets = y.split(rows)
@@ -771,14 +771,14 @@ def parallelize_idea(gpt, grid, tp, layers, boundary):
 def gather_idea(model, tp, named, tensor_of):
     """-> {name: tensor_of(p), whole}, on every rank. named: [(name, p)] of this rank's stage."""
     mine = {name: tensor_parallel.unshard(tensor_of(p), tp.cuts.get(p), tp) for name, p in named}
-    return gather(mine, model.grid["pp"])  # over pp: on one stage -> replicated
+    return gather(mine, model.group["pp"])  # over pp: on one stage -> replicated
 
 
 def evaluate_idea(model, x, y):
     """-> this rank's part of the sum of token losses. The idea has no forward by itself."""
     with torch.enable_grad():
         loss = run_microbatches(model, x, y, 1)
-    return loss / model.grid["tp"].size()
+    return loss / model.group["tp"].size()
 
 
 # ---- 4. at work: the same with torch's own API -------------------------------
@@ -1105,12 +1105,9 @@ def textbook(run, model):
     """Prints what was sent along each axis, for the docstring's table -> rows of what is exact."""
     from harness.report import human
 
-    groups = [("norm", dist.group.WORLD)]
+    groups = [("norm", dist.group.WORLD), *model.group.items()]
     if isinstance(model, Hybrid):
-        groups += model.group.items()
         groups += [("pp", link) for link in {*model.pipeline.mail.links.values()}]
-    else:
-        groups += model.grid.items()
     by_group = run.sides[run.impls[0]].ledger.groups
     sent = Counter()  # {axis: bytes that this rank has sent along it in the last step}
     for axis, group in groups:

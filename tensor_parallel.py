@@ -526,14 +526,6 @@ def cut_model(model, tp, plan):
 # ---- after backward
 
 
-def sum_over_ranks(tensors, group):
-    """Sum each tensor over the ranks, in its place, by one all-reduce for all of them."""
-    flat = torch.cat([t.flatten() for t in tensors])
-    dist.all_reduce(flat, group=group)  # partial -> replicated
-    parts = flat.split([t.numel() for t in tensors])
-    torch._foreach_copy_(tensors, [part.view_as(t) for t, part in zip(tensors, parts)])
-
-
 def is_summand(p, tp):
     """Does each rank make a summand of p's gradient? What is whole has seen this rank's heads, or
     1/tp of the tokens."""
@@ -541,12 +533,16 @@ def is_summand(p, tp):
 
 
 def sum_gradients(model, tp):
-    """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
+    """Once a step, after the last backward: sum those gradients that are a summand on each rank, by
+    one all-reduce for all of them."""
     trained = [p for p in model.parameters() if p.grad is not None]
     assert trained, "no gradients: if ZeRO or FSDP has them, take hybrid_3d.py, which sums those"
     gradients = [p.grad for p in trained if is_summand(p, tp)]
     if gradients and tp.size > 1:
-        sum_over_ranks(gradients, tp.group)  # partial -> replicated
+        flat = torch.cat([g.flatten() for g in gradients])
+        dist.all_reduce(flat, group=tp.group)  # partial -> replicated
+        parts = flat.split([g.numel() for g in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(g) for g, part in zip(gradients, parts)])
 
 
 def gradient_norm(model, tp):

@@ -129,7 +129,7 @@ def test_table_of_the_docstring():
     ("gpt2", "--tp 1 --pp 2", "        if all(", "        if True or all("),
     ("llama", "--tp 2 --pp 1", "    dist.all_reduce(square)", "    pass"),
     ("llama", "--dp 2 --pp 1", "dist.all_reduce(p.grad", "dict(x=p.grad"),
-    ("llama", "--tp 2 --pp 1", 'loss / model.grid["tp"].size()', "loss"),
+    ("llama", "--tp 2 --pp 1", 'loss / model.group["tp"].size()', "loss"),
     ("llama", "--dp 2 --pp 1", "model, x, y, valid)\n    sum", "model, x, y, 1)\n    sum"),
 ])
 def test_planted_bugs_in_the_idea(form, flags, old, new):
