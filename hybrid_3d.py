@@ -267,17 +267,18 @@ class Mesh:
 # ---- 2.2 what becomes of a gradient ----
 
 
-def fates(sp, zero):
+def fates(tp, zero):
     """-> {kind of parameter: {axis: what becomes of its gradient}}; the first two are the usual
-    ones. sp: is x cut along T, too?"""
+    ones."""
     # ranks of data have seen other tokens. scatter: of the sum each rank keeps a part
     total = "scatter" if zero else "sum"
-    of_peers = {"peers": total}  # ranks of tp have summands, too
+    same = {"tp": "same", "data": total}
+    summed = {"peers": total} if tp.size > 1 else same  # ranks of tp have summands, too
     return {
         "cut": {"tp": "cut", "data": total},  # matrices, embeddings, biases of ColumnLinears
         # norms, biases of RowLinears: with sp, ranks of tp have seen other tokens
-        "whole": of_peers if sp else {"tp": "same", "data": total},
-        "inside": of_peers,  # norms of q and k, k and v of few heads: they have seen other heads
+        "whole": summed if tp.cuts_x else same,
+        "inside": summed,  # norms of q and k, k and v of few heads: they have seen other heads
         "expert": {"replicas": total, "ep": "cut"},  # wants sp: tp's ranks send other tokens
     }
 
@@ -302,7 +303,7 @@ Row = namedtuple("Row", "name kind fate")
 
 def table_of(stages, tp, zero):
     """All stages of a model -> {parameter: its Row}."""
-    of_kind = fates(tp.cuts_x, zero)
+    of_kind = fates(tp, zero)
     of_stages = [set(stage.parameters()) for stage in stages]
     names = names_of(stages)
     table = {}
@@ -314,11 +315,17 @@ def table_of(stages, tp, zero):
                 numbers = [number for number, ps in enumerate(of_stages) if p in ps]
                 if len(numbers) > 1:
                     assert numbers == [0, len(stages) - 1], f"{names[p]} is in stages {numbers}"
+                    assert "data" in fate, f"{names[p]}: tied, but ranks of tp or ep differ in it"
                     kind += ", tied"
-                    on_tp = "cut" if p in tp.cuts else "same"
-                    fate = {"tp": on_tp, "ends": "scatter" if zero else "sum"}
+                    fate = {"tp": fate["tp"], "ends": fate["data"]}  # copies of both stages
                 table.setdefault(p, Row(names[p], kind, fate))
     return table
+
+
+def is_late(p, fate):
+    """Is its gradient summed after the pipeline's step? Of what is tied two stages would wait for
+    each other; of what tp sums, too, norms and biases are little."""
+    return "ends" in fate or ("peers" in fate and p.dim() == 1)
 
 
 def alike(fate):
@@ -364,8 +371,7 @@ def train_step(model, optimizer, x, y, valid, clip):
 
 
 def sum_gradients(model):
-    """After the pipeline's step, in which copies have begun all sums but those of what is tied,
-    where two stages would wait for each other, and of what tp sums, too, which is little."""
+    """After the pipeline's step, in which copies have begun all sums but those of what is late."""
     model.pipeline.end_sums()
     for zero in model.late:
         zero.reduce()  # over ends, over peers: partial -> sharded
@@ -445,10 +451,11 @@ class Hybrid(nn.Module):
     def make_zeros(self, here, layers, level, reduce_dtype):
         """What sums gradients over copies, and cuts what they share."""
         self.late = []
+        late = [p for p in self.table if p.requires_grad and is_late(p, self.table[p].fate)]
         for axis in "ends", "peers":
-            late = [p for p, row in self.table.items() if axis in row.fate and p.requires_grad]
-            if late:
-                units = [(late, [])]
+            unit = [p for p in late if axis in self.table[p].fate]
+            if unit:
+                units = [(unit, [])]
                 zero = LADDER[min(level, 1)](units, self.group[axis], reduce_dtype=reduce_dtype)
                 zero.sync = False  # backwards only add to it: it is summed once, in sum_gradients
                 self.late.append(zero)
@@ -580,17 +587,18 @@ LADDER = ZeRO0, ZeRO1, ZeRO2, ZeRO3
 
 
 def units_of_stage(stage, table, layers, apart):
-    """-> {axis: units}: over data what this stage alone has, over replicas its experts.
+    """-> {axis: units}: of what is not late, over replicas its experts.
 
     layers: the parameters of each are a unit. apart, with Ws: what has one dim is a unit, too, the
     first, which is summed last. Norms' gradients come in B, before a W begins sums: else units
     would not be complete in W, and ZeRO-2 would keep them from B on.
     """
-    found = {"data": {}, "replicas": {}}  # {axis: {number of the unit: unit}}
+    found = {"data": {}, "peers": {}, "replicas": {}}  # {axis: {number of the unit: unit}}
     for number, (parameters, sites) in enumerate(units_of(stage, layers)):
         for p in parameters:
             place = -1 if apart and p.dim() == 1 else number
-            for axis in found.keys() & table[p].fate.keys():  # one, or none: it is late
+            if not is_late(p, table[p].fate):
+                [axis] = found.keys() & table[p].fate.keys()
                 own, _ = found[axis].setdefault(place, ([], sites))
                 own.append(p)
     return {axis: [units[place] for place in sorted(units)] for axis, units in found.items()}
@@ -626,7 +634,7 @@ class SummingPipeline(SplitPipeline):
         kind, m, stage = action
         zeros = []  # those whose sums begin in this action
         for axis, zero in self.zeros_of[stage].items():
-            has_w = axis == "data" and (m, stage) in self.split
+            has_w = axis != "replicas" and (m, stage) in self.split
             completes = kind == ("W" if has_w else "B")
             each = isinstance(zero, ZeRO2)  # it sums in each micro-batch
             zero.sync = completes and (each or m == self.microbatches - 1)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -177,9 +178,9 @@ def test_64_ranks():
 
 
 @pytest.mark.parametrize("form, flags, old, new", [
-    ("llama", "--tp 2 --sp", "of_peers if sp", "of_peers if not sp"),  # not summed
-    ("gpt2", "--tp 2", '{"tp": "same", "data": total}', '{"tp": "cut", "data": total}'),  # twice
-    ("qwen3", "--tp 2", '"inside": of_peers', '"inside": {"tp": "same", "data": total}'),
+    ("llama", "--tp 2 --sp", "summed if tp.cuts_x", "same if tp.cuts_x"),  # not summed
+    ("gpt2", "--tp 2", 'same = {"tp": "same"', 'same = {"tp": "cut"'),  # norms count twice
+    ("qwen3", "--tp 2", '"inside": summed', '"inside": same'),
     ("llama", "--tp 2 --sp --experts 4", '{"replicas": total', '{"data": total'),
     ("gpt2", "--dp 2 --experts 4",  # different experts are summed, like copies of one
      '"replicas": by_expert.movedim(2, 1).flatten(2)', '"replicas": ranks.flatten(1)'),
@@ -566,6 +567,10 @@ def check_asserts():
         refuses(words, hybrid_3d.Hybrid, [model], mesh, tp, layers=layers, head=model.lm_head)
     with pytest.raises(AssertionError, match="two stages have a weight"):
         hybrid_3d.table_of([nn.Linear(2, 2), nn.Linear(2, 2)], alone, zero=0)
+    norm = nn.ModuleDict({"norm": nn.LayerNorm(2)})
+    two = SimpleNamespace(size=2, cuts_x=True, cuts={}, inside=set())
+    refuses("norm.weight: tied, but ranks of tp",
+            hybrid_3d.table_of, [norm, norm], two, 0)
     hybrid = bf16_hybrid(0)
     x, y = whole_batch(0)
     inputs, loss_of = hybrid.in_microbatches(x, y, 1)
