@@ -35,7 +35,7 @@ First and last stage send V C/(n tp) more if the embedding is the head of V word
 Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3.2. At work: part 4.
 Not for: what its files are not for; optimizers of whole matrices, but see --optimizer muon; ties
 other than of the first stage to the last; stages whose first parameters differ in dtype; pipedream;
-ZeRO-3 of several stages; with Ws, Linears that run twice in a stage; with experts, cp or key_values,
+ZeRO-3 of several stages; with Ws, Linears that run twice in a stage; with experts, cp, key_values:
 weights that some ranks do not use.
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
