@@ -357,7 +357,8 @@ class WriteRecipes(TorchDispatchMode):
         outputs = make(*inputs)
         if op in IN_PLACE:
             torch.autograd.graph.increment_version(inputs[0])
-        if op in CHEAP and torch.is_grad_enabled():  # they are off within autograd Functions
+        # gradients are off within autograd Functions, where other collectives may write unseen
+        if op in CHEAP and torch.is_grad_enabled():
             # autograd packs the very tensor that comes out here, and with it what is noted on it
             main_output(outputs).recipe = Recipe(make, inputs)
         return outputs

@@ -278,8 +278,8 @@ def fates(tp, zero):
         "cut": {"tp": "cut", "data": total},  # matrices, embeddings, biases of ColumnLinears
         # norms, biases of RowLinears: with sp, ranks of tp have seen other tokens
         "whole": summed if tp.cuts_x else same,
-        "inside": summed,  # norms of q and k, k and v of few heads: they have seen other heads
-        "expert": {"replicas": total, "ep": "cut"},  # wants sp: tp's ranks send other tokens
+        "inside": summed,  # norms of q and k, k and v of few heads: each rank sees its own heads
+        "expert": {"replicas": total, "ep": "cut"},  # wants sp: ranks of tp send their own tokens
     }
 
 

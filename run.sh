@@ -72,8 +72,6 @@ case $command in
     sed -n '2,/^set/s/^# \{0,1\}//p' run.sh # the lines at the top
     exit
     ;;
-esac
-case $command in
   "" | bench | scale | test | plan | weights | sample | draw | gpu | sweep) ;;
   *) [[ -f ${command%.py}.py ]] || fail "no technique $command: see ./run.sh help" ;;
 esac

@@ -589,6 +589,8 @@ def check_asserts():
         (dict(dp=2, pp=2, schedule="zb-v", zero=1, rests=True, train="norm"),),
         # ranks of tp have 11 and 10 columns of an MLP, and chunks of other lengths
         (dict(dp=2, tp=2, sp=True, zero=1, train="norm|up_proj.bias"),),
+        (dict(dp=2, tp=2, sp=True, zero=1,
+              train="^(?!.*(k_proj|down_proj))"),),
         (dict(tp=2, pp=2, schedule="zb-h1", device="meta", tied=True),),
         (dict(dp=2, ep=2, tp=2, sp=True, experts=True),),
         (dict(dp=2, ep=2, pp=2, device="meta", experts=True),)]),

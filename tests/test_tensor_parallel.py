@@ -13,8 +13,8 @@ import tensor_parallel
 from amp_accum_ckpt import selective_at_work
 from common import adamw
 from conftest import (
-    PROOF, alone, check_differs, check_dry_runs, check_each, check_equal, check_refused, copied,
-    dry_run_agrees, idea, run_ranks, textbook)
+    PROOF, alone, check_bug_shows, check_differs, check_dry_runs, check_each, check_equal,
+    check_refused, copied, dry_run_agrees, idea, rewritten, run_ranks, textbook)
 from others import (
     Files, WIDTH, Llama, OfTensors, as_in_files, compare, gradients_of, llama_loss, loss_sum,
     micro_batches, refuses, trained, whole_batch)
@@ -362,6 +362,9 @@ def check_bug(old, new, kind="TensorParallel", kv_heads=2):
 def test_planted():
     run_ranks(check_each, 2, check_differs, [
         *[(check_idea, *bug) for bug in BUGS_IN_THE_IDEA], *[(check_bug, *bug) for bug in BUGS]])
+    plant = partial(rewritten, "lambda gradient: summed(gradient, group)",
+                    "lambda gradient: gradient", last=3)  # of norms of heads
+    check_bug_shows("tensor_parallel", 2, *QWEN, *IDEA, plant=plant)
 
 
 def test_refused_flags():
