@@ -449,12 +449,13 @@ class FusedLossScaler(LossScaler):
 # ---- a step
 
 
-def train_step(model, optimizer, inputs, targets, valid, clip, accum, scaler, losses):
-    """As idea_step. losses(x, y) -> sum of a micro-batch's token losses, made under autocast."""
+def train_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scaler, losses):
+    """As idea_step. losses(x, y) -> the sum of a micro-batch's token losses."""
     optimizer.zero_grad()
     loss = 0.0
     for x, y in zip(inputs.tensor_split(accum), targets.tensor_split(accum)):
-        part = losses(x, y) / valid
+        with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
+            part = losses(x, y) / valid
         part.backward(scaler.scale if scaler else None)
         loss = loss + part.detach()
     sum_gradients(model.parameters())
@@ -472,14 +473,8 @@ def parallelize(model, checkpointing=None, loss_chunks=1):
         for block in model.blocks:
             block.forward = partial(checkpointing, block.forward)
     if loss_chunks > 1:
-        assert model.head.bias is None, "head_and_loss takes the weight alone"
-        model.head.forward = lambda x: x  # its weight goes to head_and_loss
+        model.head.forward = lambda x: x  # loss_in_chunks gets its weight, see set_up
     return model
-
-
-def head_and_loss(weight, rows, targets):
-    """As loss_sum, of what the head reads: rows (.., C)."""
-    return loss_sum(F.linear(rows, weight), targets)
 
 
 # ---- 4. at work: the same with torch's own API -------------------------------
@@ -511,7 +506,8 @@ def loss_in_chunks_at_work(weight, x, y, chunks):
     return F.linear_cross_entropy(x, weight, y.flatten(), reduction="sum", options=options)
 
 
-def train_step_at_work(model, optimizer, inputs, targets, valid, clip, accum, scaler, losses):
+def train_step_at_work(model, optimizer, inputs, targets, valid, clip, accum, dtype, scaler,
+                       losses):
     ranks = dist.get_world_size()
     optimizer.zero_grad()
     loss = 0.0
@@ -519,7 +515,8 @@ def train_step_at_work(model, optimizer, inputs, targets, valid, clip, accum, sc
     for i, (x, y) in enumerate(microbatches):
         waits = ranks > 1 and i < accum - 1  # DDP sums over ranks in the last backward alone
         with model.no_sync() if waits else nullcontext():
-            part = losses(x, y) / valid
+            with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
+                part = losses(x, y) / valid
             scaler.scale(part * ranks).backward()  # DDP averages; the sum is wanted
         loss = loss + part.detach()
     scaler.unscale_(optimizer)
@@ -594,9 +591,10 @@ def set_up(run, impl):
     if args.compile:
         for block in model.blocks:
             block.forward = torch.compile(block.forward)
-    in_chunks = partial(loss_in_chunks, partial(head_and_loss, head.weight))
+    in_chunks = partial(loss_in_chunks, lambda x, y: loss_sum(F.linear(x, head.weight), y))
+    if impl == "torch":
+        in_chunks = partial(loss_in_chunks_at_work, head.weight)
 
-    @torch.autocast(run.device.type, dtype, enabled=dtype is not None)
     def losses(x, y):
         if args.loss_chunks == 1:
             return loss_sum(model(x), y)
@@ -606,18 +604,18 @@ def set_up(run, impl):
         if args.ckpt == "full":
             for block in model.blocks:
                 recompute(block)
-        step = partial(idea_step, dtype=dtype)
+        step = idea_step
     elif impl == "scratch":
         model = parallelize(model, CHECKPOINT[args.ckpt], args.loss_chunks)
         step = partial(train_step, losses=losses)
     else:
         model = parallelize_at_work(model, args.ckpt, args.loss_chunks)
-        in_chunks = partial(loss_in_chunks_at_work, head.weight)
         step = partial(train_step_at_work, losses=losses)
-    step = partial(step, accum=args.accum, scaler=scaler)
+    step = partial(step, accum=args.accum, dtype=dtype, scaler=scaler)
+    evaluate = torch.autocast(run.device.type, dtype, enabled=dtype is not None)(losses)
     fp16 = args.amp == "fp16"
     extra = partial(state_of, scaler) if fp16 else dict
-    return run.side(model, optimizer, step, evaluate=losses, extra=extra, may_overflow=fp16)
+    return run.side(model, optimizer, step, evaluate=evaluate, extra=extra, may_overflow=fp16)
 
 
 def textbook(run, parameters):

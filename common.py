@@ -225,22 +225,21 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def init_weights(module, layers, seed, prefix=""):
+def init_weight(name, p, layers, seed):
     """GPT-2's N(0, 0.02), smaller by 1/sqrt(2L) on residual projections.
 
-    Every parameter is drawn by its own full name, which named_parameters(prefix=prefix) gives: any
-    part of the model can be made anywhere, in any order, with the same values.
+    It depends on the parameter's full name: any part of the model can be made anywhere, in any
+    order, with the same values.
     """
-    for name, p in module.named_parameters(prefix=prefix):
-        if p.dim() == 2:
-            std = 0.02
-            if name.endswith(("out.weight", "down.weight")):
-                std = 0.02 / math.sqrt(2 * layers)
-            rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            drawn = torch.empty(p.shape, dtype=torch.float32).normal_(0, std, generator=rng)
-            p.copy_(drawn)
-        else:
-            p.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+    if p.dim() == 2:
+        std = 0.02
+        if name.endswith(("out.weight", "down.weight")):
+            std = 0.02 / math.sqrt(2 * layers)
+        rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        drawn = torch.empty(p.shape, dtype=torch.float32).normal_(0, std, generator=rng)
+        p.copy_(drawn)
+    else:
+        p.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
 
 
 def build(cfg, seed, device="cpu", dtype=torch.float32):
@@ -250,7 +249,8 @@ def build(cfg, seed, device="cpu", dtype=torch.float32):
     with torch.device(device):
         model = GPT(cfg)
     torch.set_default_dtype(before)
-    init_weights(model, cfg.layers, seed)
+    for name, p in model.named_parameters():
+        init_weight(name, p, cfg.layers, seed)
     return model
 
 

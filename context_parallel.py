@@ -245,11 +245,11 @@ class ContextParallel:
         chunks = self.chunks(self.cp_rank if rank is None else rank)
         return torch.arange(T, device=device).view(count, -1)[chunks].flatten()
 
-    def pairs(self, source, tokens):
+    def pairs(self, source, tokens, documents):
         """Which of this rank's chunks see which of another's. tokens: how many each rank has
 
-        -> (queries, keys, causal), for each pair that does: two slices of a rank's tokens, and is
-        it one chunk, where query i sees keys 0 to i alone?
+        -> (queries, keys, causal, is_same), for each pair that does: two slices of a rank's tokens,
+        and what attend_block wants to know of them.
         """
         assert tokens % self.chunks_each == 0, f"{tokens} tokens on a rank: take positions(T)"
         size = tokens // self.chunks_each
@@ -258,7 +258,11 @@ class ContextParallel:
                 if theirs <= mine:
                     queries = slice(i * size, (i + 1) * size)
                     keys = slice(j * size, (j + 1) * size)
-                    yield queries, keys, theirs == mine
+                    is_same = None
+                    if documents is not None:
+                        of_chunks = documents.unflatten(1, (-1, size))  # (B, chunks, size)
+                        is_same = of_chunks[:, mine, :, None] == of_chunks[:, theirs, None]
+                    yield queries, keys, theirs == mine, is_same
 
 
 # 3. One rank's keys after the other. They come by the idea's collectives, or around a ring.
@@ -280,15 +284,6 @@ class Blockwise(ContextParallel):
         with torch.autocast(q.device.type, enabled=False):  # it would make bf16 of fp32 scores
             return BlockwiseAttention.apply(q, torch.stack([k, v]), documents, self)
 
-    def is_same(self, documents, source, queries, keys):
-        """-> attend_block's is_same, for these of this rank's queries, and of another's keys."""
-        if documents is None:
-            return None
-        T = documents.shape[1]
-        mine = documents[:, self.positions(T, documents.device)[queries]]
-        theirs = documents[:, self.positions(T, documents.device, source)[keys]]
-        return mine.unsqueeze(2) == theirs.unsqueeze(1)
-
 
 class BlockwiseAttention(torch.autograd.Function):
     """This rank's queries attend to the keys of one rank after the other. ranks, a Blockwise,
@@ -299,10 +294,9 @@ class BlockwiseAttention(torch.autograd.Function):
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full(q.shape[:3], -math.inf)
         for source, kv in ranks.bring(own_kv):
-            for queries, keys, causal in ranks.pairs(source, q.shape[2]):
-                is_same = ranks.is_same(documents, source, queries, keys)
+            for queries, keys, *seen in ranks.pairs(source, q.shape[2], documents):
                 k, v = kv[..., keys, :]
-                block = attend_block(q[:, :, queries], k, v, causal, is_same)
+                block = attend_block(q[:, :, queries], k, v, *seen)
                 merge(out[:, :, queries], lse[:, :, queries], *block)
         out = out.to(q.dtype)
         ctx.ranks = ranks
@@ -317,12 +311,10 @@ class BlockwiseAttention(torch.autograd.Function):
 
         def summand(source, kv):
             dkv = torch.zeros_like(kv, dtype=lse.dtype)
-            for queries, keys, causal in ctx.ranks.pairs(source, q.shape[2]):
-                is_same = ctx.ranks.is_same(documents, source, queries, keys)
+            for queries, keys, *seen in ctx.ranks.pairs(source, q.shape[2], documents):
                 of_queries = [x[:, :, queries] for x in (dout, q, out, lse)]
                 k, v = kv[..., keys, :]
-                block_dq, block_dk, block_dv = attend_block_backward(
-                    *of_queries, k, v, causal, is_same)
+                block_dq, block_dk, block_dv = attend_block_backward(*of_queries, k, v, *seen)
                 dq[:, :, queries] += block_dq
                 dkv[0, :, :, keys] += block_dk
                 dkv[1, :, :, keys] += block_dv
@@ -609,12 +601,10 @@ def set_up(run, impl):
         mesh = dist.init_device_mesh(run.device.type, (run.world_size,))
         return run.side(model, optimizer, partial(train_step_at_work, mesh=mesh),
                         evaluate=partial(evaluate_at_work, model, mesh))
+    begin_alike(model)
     ring = Idea() if impl == "idea" else KINDS[run.args.attn]()
     parallelize(model, ring)
-    step = partial(train_step, ring=ring)
-    if impl == "idea":
-        begin_alike(model)
-        step = idea_step
+    step = idea_step if impl == "idea" else partial(train_step, ring=ring)
     return run.side(model, optimizer, step, evaluate=partial(loss_of_own, model, ring=ring))
 
 

@@ -91,13 +91,13 @@ class Bucket:
     """Gradients of some parameters, side by side in one flat tensor, for one all-reduce.
     zero_grad() drops the views, not the bucket."""
 
-    def __init__(self, parameters, group, dtype):
+    def __init__(self, parameters, group):
         sizes = [p.numel() for p in parameters]
         # a function, which a deepcopy (for averages of weights) shares; of a group it would raise
         self.all_reduce = lambda flat: dist.all_reduce(flat, group=group, async_op=True)
-        self.flat = parameters[0].new_zeros(sum(sizes), dtype=dtype)
+        self.flat = parameters[0].new_zeros(sum(sizes))
         self.views = {p: piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes))}
-        self.missing = 0  # gradients of this backward that have not come yet
+        self.missing = len(parameters)  # gradients of this backward that have not come yet
         self.work = None  # Work of the last all-reduce
         self.summed = set()  # parameters that have a sum already: no second one over the same
 
@@ -108,13 +108,13 @@ class Bucket:
             view.copy_(p.grad)
             p.grad = view
             self.summed.discard(p)
+        assert p not in self.summed, "added to a sum: zero_grad() (to None) or no_sync() is missing"
 
     def start(self):
         for p, view in self.views.items():
             if p.grad is None:  # not used by this rank's rows; the others wait for its summand
                 p.grad = view.zero_()
-                self.summed.discard(p)
-        assert not self.summed, "a sum summed again: zero_grad() (to None) or no_sync() is missing"
+        self.missing = len(self.views)  # of the next backward
         # partial -> replicated, while backward goes on
         self.work = self.all_reduce(self.flat)
 
@@ -130,16 +130,13 @@ class BucketedDDP(nn.Module):
     group: the ranks, each with rows of its own
     bucket_mb: the largest MB (1e6 bytes) of parameters in a bucket, never over a quarter of all
         that train. A larger parameter has a bucket of its own. All in a bucket have one dtype
-    reduce_dtype: of p.grad, and of what is added up and sent (None: that of p). torch.float32 for
-        bf16 parameters: a bf16 sum of many micro-batches is rounded at each. An optimizer wants p
-        and p.grad of one dtype: it then has to step fp32 copies, as zero.py has them
 
     All ranks begin with the first one's parameters and buffers. Frozen parameters are left out:
     freeze before wrapping. Between two zero_grad() (to None, torch's default) only the last
-    backward is outside of no_sync(): else a sum would be summed again, which raises.
+    backward is outside of no_sync(): else a sum would be added to, which raises.
     """
 
-    def __init__(self, module, group=None, bucket_mb=25, reduce_dtype=None):
+    def __init__(self, module, group=None, bucket_mb=25):
         super().__init__()
         assert not any(hasattr(m, "is_of_experts") for m in module.modules()), (
             "ranks have different experts: take moe.py's broadcast_parameters and sum_gradients")
@@ -149,14 +146,12 @@ class BucketedDDP(nn.Module):
         begin_alike(module, group)  # the first rank's -> replicated
         self.buckets = []
         for parameters in self.layout(bucket_mb * 1e6):
-            dtype = reduce_dtype or parameters[0].dtype
-            bucket = Bucket(parameters, group, dtype)
+            bucket = Bucket(parameters, group)
             self.buckets.append(bucket)
             for p in parameters:
                 assert not hasattr(p, "is_summed"), "wrapped already: two sums; wrap a deepcopy"
                 p.is_summed = True
                 p.grad = None  # left from before: it is of no step here
-                p.grad_dtype = dtype  # autograd casts each summand to it
                 p.register_post_accumulate_grad_hook(partial(self.ready, bucket))
 
     def layout(self, limit):
@@ -185,8 +180,6 @@ class BucketedDDP(nn.Module):
             return
         if not self.to_start:  # the first gradient of this backward
             self.to_start = list(self.buckets)
-            for each in self.buckets:
-                each.missing = len(each.views)
             # autograd calls finish when all of this backward is over
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         bucket.missing -= 1
@@ -217,14 +210,6 @@ class BucketedDDP(nn.Module):
 
 def parallelize(model, group=None, bucket_mb=25.0):
     return BucketedDDP(model, group, bucket_mb)
-
-
-def full_state_dict(model):
-    return model.module.state_dict()
-
-
-def full_gradients(model):
-    return {name: p.grad for name, p in model.module.named_parameters() if p.requires_grad}
 
 
 def train_step(model, optimizer, x, y, valid, clip):
@@ -269,8 +254,7 @@ def set_up(run, impl):
         begin_alike(model)
         return run.side(model, optimizer, idea_step)
     model = parallelize(model, None, run.args.bucket_mb)
-    return run.side(model, optimizer, train_step, full_gradients=partial(full_gradients, model),
-                    full_state_dict=partial(full_state_dict, model))
+    return run.side(model, optimizer, train_step)
 
 
 def textbook(run, parameters):

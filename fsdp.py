@@ -56,7 +56,7 @@ import sys
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common import GPT, adamw, build, init_weights, loss_sum, share
+from common import GPT, adamw, build, init_weight, loss_sum, share
 
 # ---- 1. the idea -------------------------------------------------------------
 
@@ -278,9 +278,6 @@ class Unit:
                 part.master.grad += new
 
 
-eager = torch.compiler.disable  # hooks move parameters' memory: torch.compile would die of it
-
-
 class FSDP(nn.Module):
     """Shards a module over the ranks of `group`: a unit for each of `blocks`, and the root.
 
@@ -337,11 +334,12 @@ class FSDP(nn.Module):
         self.add_hooks(sharded, rest)
 
     def add_hooks(self, sharded, rest):
-        self.module.register_forward_pre_hook(self.begin)
-        self.module.register_forward_hook(self.end)
+        eager = torch.compiler.disable  # hooks move memory: torch.compile would die of it
+        self.module.register_forward_pre_hook(eager(self.begin))
+        self.module.register_forward_hook(eager(self.end))
         for i, block in enumerate(sharded):
-            block.register_forward_pre_hook(partial(self.enter, i))
-            block.register_forward_hook(partial(self.leave, i))
+            block.register_forward_pre_hook(eager(partial(self.enter, i)))
+            block.register_forward_hook(eager(partial(self.leave, i)))
         for p in rest:  # for outputs in which watch() finds no tensor, such as a dataclass
             p.register_post_accumulate_grad_hook(self.begin_backward)
 
@@ -363,7 +361,6 @@ class FSDP(nn.Module):
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
-    @eager
     def begin(self, *_):
         thawed = any(t.requires_grad for t in self.uncut)
         assert not thawed, "FSDP: thawed since, so nobody sums its gradient: make the model anew"
@@ -371,11 +368,9 @@ class FSDP(nn.Module):
         self.gather_root()
         self.gather_block(0)
 
-    @eager
     def end(self, module, inputs, output):
         watch(output, self.begin_backward)
 
-    @eager
     def enter(self, i, *hook_arguments):
         """Block i is about to compute. The next one travels meanwhile."""
         self.gather_block(i)
@@ -383,7 +378,6 @@ class FSDP(nn.Module):
         self.gather_block(i - 1 if self.in_backward else i + 1)
         self.block_units[i].wait()
 
-    @eager
     def leave(self, i, block, inputs, output):
         """Block i has computed. The last one stays, since its backward is next."""
         can_see = watch(output, partial(self.backward_reaches, i))
@@ -455,7 +449,8 @@ class FSDP(nn.Module):
         ours = []
         for group in groups:
             params = list(group["params"])  # it may be a generator
-            assert all(p in known or not p.requires_grad for p in params), "p is in no unit"
+            assert all(p in known or not p.requires_grad for p in params), (
+                "p is in no unit: make groups of model.module.parameters()")
             masters = [master_of[p] for p in params if p in master_of]  # with a part here
             ours.append({**group, "params": masters})
         return ours
@@ -607,13 +602,7 @@ def refuse_state_dict(module, prefix, keep_vars):
 
 def parallelize(model, mesh, seed, device, **options):
     """model: on the meta device: no rank has to make all of it. mesh: (replicate, shard)."""
-
-    def init(name, tensor):
-        path, _, attribute = name.rpartition(".")
-        module = nn.ParameterDict({attribute: tensor})  # init_weights wants a module
-        init_weights(module, len(model.blocks), seed, path)
-
-    fill = from_meta(model, device, init)
+    fill = from_meta(model, device, partial(init_weight, layers=len(model.blocks), seed=seed))
     copies = mesh["replicate"]
     replicas = copies.get_group() if copies.size() > 1 else None
     return FSDP(model, model.blocks, mesh["shard"].get_group(), replicas, fill=fill, **options)

@@ -28,7 +28,7 @@ rank with one stage, not the first or the last, sends in a step, in elements:
     tp     M L/pp 8 A (tp-1)/tp; --sp: 10 A in the place of 8 A
     pp     M 2 A; --sp: 1/tp of it
     cp     M L/pp 6 A (cp-1)/tp K/H; not with ulysses
-    data   2 (P - S) (n-1)/n; ZeRO-2: M + 1 in the place of 2; ZeRO-3: 3 M
+    data   2 (P - S) (n-1)/n; of matrices with ZeRO-2 M + 1 in the place of 2, ZeRO-3 3 M
     peers  2 S (n tp - 1)/(n tp); S of the P are summed over tp, too: with --sp those of norms
 First and last stage send V C/(n tp) more if the embedding is the head of V words.
 
@@ -193,8 +193,8 @@ def run_microbatches(model, x, y, valid):
 # amp_accum_ckpt.py (layer.forward = partial(full, layer.forward) before carve), for cp
 # context_parallel.py, for experts moe.py. This whole file needs them all.
 # What it adds to the idea, on rank 0 of the toy, dp 2 tp 2 pp 2:
-#     a buffer for a layer's gradients    33 all-reduces over dp -> 3, under way while backward
-#                                         makes the next layer's gradients
+#     a buffer for a layer's gradients    33 all-reduces over dp -> 4, all but one under way
+#                                         while backward makes the next layer's gradients
 #     one sum of dx for q, k and v        52 all-reduces over tp -> 40 (36, and 4 of positions, cut
 #                                         here); all all-reduces together send 4.4 MB -> 3.5
 #     ZeRO                                peak 6.7 MB -> 5.7 with ZeRO-1: states are cut
@@ -305,27 +305,26 @@ def table_of(stages, tp, zero):
     """All stages of a model -> {parameter: its Row}."""
     of_kind = fates(tp, zero)
     of_stages = [set(stage.parameters()) for stage in stages]
-    names = names_of(stages)
     table = {}
-    for stage in stages:
-        for owner in stage.modules():
-            for p in owner.parameters(recurse=False):
-                kind = kind_of(p, owner, tp)
-                fate = of_kind[kind]
-                numbers = [number for number, ps in enumerate(of_stages) if p in ps]
-                if len(numbers) > 1:
-                    assert numbers == [0, len(stages) - 1], f"{names[p]} is in stages {numbers}"
-                    assert "data" in fate, f"{names[p]}: tied, but ranks of tp or ep differ in it"
-                    kind += ", tied"
-                    fate = {"tp": fate["tp"], "ends": fate["data"]}  # copies of both stages
-                table.setdefault(p, Row(names[p], kind, fate))
+    for p, name in names_of(stages).items():
+        numbers = [number for number, ps in enumerate(of_stages) if p in ps]
+        path, _, _ = name.rpartition(".")
+        kind = kind_of(p, stages[numbers[0]].get_submodule(path), tp)
+        fate = of_kind[kind]
+        if len(numbers) > 1:
+            assert numbers == [0, len(stages) - 1], f"{name} is in stages {numbers}"
+            assert "data" in fate, f"{name}: tied, but ranks of tp or ep differ in it"
+            kind += ", tied"
+            fate = {"tp": fate["tp"], "ends": fate["data"]}  # copies of both stages
+        table[p] = Row(name, kind, fate)
     return table
 
 
-def is_late(p, fate):
-    """Is its gradient summed after the pipeline's step? Of what is tied two stages would wait for
-    each other; of what tp sums, too, norms and biases are little."""
-    return "ends" in fate or ("peers" in fate and p.dim() == 1)
+def is_late(p, row):
+    """Is its gradient summed after the pipeline's step? For what is tied one stage would wait for
+    the other; norms, biases and, with sp, routers and adapters are little."""
+    is_whole = row.kind == "whole" and "peers" in row.fate
+    return "ends" in row.fate or is_whole or p.dim() == 1
 
 
 def alike(fate):
@@ -340,7 +339,7 @@ def alike(fate):
 #     B of a micro-batch      autograd calls ZeRO's hook, which adds it to its unit's buffer
 #     B of the last one       meanwhile a reduce-scatter over data: part.grad, this rank's part
 #     next action, or end     waits for the sum
-#     sum_gradients           only now sums, over ends and peers, what is tied or tp sums, too
+#     sum_gradients           only now sums what is late: what is tied, norms, biases, ..
 #     gradient_norm           of ranks with the same numbers the first one counts them
 #     begin_step .. end_step  master.grad; AdamW steps master; an all-gather over data: new weights
 
@@ -352,6 +351,7 @@ def train_step(model, optimizer, x, y, valid, clip):
         dist.all_reduce(valid, group=mesh.group["dp"])
 
     clip: the largest norm (0: any) -> this rank's part of the loss, the norm of the whole gradient.
+    For autocast see Chain's call.
     """
     for zero in model.zeros:
         zero.zero_grad()
@@ -374,7 +374,7 @@ def sum_gradients(model):
     """After the pipeline's step, in which copies have begun all sums but those of what is late."""
     model.pipeline.end_sums()
     for zero in model.late:
-        zero.reduce()  # over ends, over peers: partial -> sharded
+        zero.reduce()  # partial -> sharded
 
 
 def gradient_norm(model):
@@ -451,19 +451,18 @@ class Hybrid(nn.Module):
     def make_zeros(self, here, layers, level, reduce_dtype):
         """What sums gradients over copies, and cuts what they share."""
         self.late = []
-        late = [p for p in self.table if p.requires_grad and is_late(p, self.table[p].fate)]
-        for axis in "ends", "peers":
+        late = [p for p, row in self.table.items() if p.requires_grad and is_late(p, row)]
+        for axis in "ends", "peers", "data":
             unit = [p for p in late if axis in self.table[p].fate]
             if unit:
-                units = [(unit, [])]
+                units = [(unit, [*self.stages])]
                 zero = LADDER[min(level, 1)](units, self.group[axis], reduce_dtype=reduce_dtype)
                 zero.sync = False  # backwards only add to it: it is summed once, in sum_gradients
                 self.late.append(zero)
         self.zeros = [*self.late]
-        apart = bool(self.pipeline.split)
         for number, stage in here.items():
             zeros = self.pipeline.zeros_of[number] = {}
-            for axis, units in units_of_stage(stage, self.table, layers, apart).items():
+            for axis, units in units_of_stage(stage, self.table, layers).items():
                 if units:
                     zeros[axis] = LADDER[level](units, self.group[axis], reduce_dtype=reduce_dtype)
             self.zeros += zeros.values()
@@ -586,22 +585,15 @@ class ZeRO0(ZeRO1):
 LADDER = ZeRO0, ZeRO1, ZeRO2, ZeRO3
 
 
-def units_of_stage(stage, table, layers, apart):
-    """-> {axis: units}: of what is not late, over replicas its experts.
-
-    layers: the parameters of each are a unit. apart, with Ws: what has one dim is a unit, too, the
-    first, which is summed last. Norms' gradients come in B, before a W begins sums: else units
-    would not be complete in W, and ZeRO-2 would keep them from B on.
-    """
-    found = {"data": {}, "peers": {}, "replicas": {}}  # {axis: {number of the unit: unit}}
-    for number, (parameters, sites) in enumerate(units_of(stage, layers)):
-        for p in parameters:
-            place = -1 if apart and p.dim() == 1 else number
-            if not is_late(p, table[p].fate):
-                [axis] = found.keys() & table[p].fate.keys()
-                own, _ = found[axis].setdefault(place, ([], sites))
-                own.append(p)
-    return {axis: [units[place] for place in sorted(units)] for axis, units in found.items()}
+def units_of_stage(stage, table, layers):
+    """-> {axis: units}: of each layer, and of what comes before and after, what is not late."""
+    found = {"data": [], "peers": [], "replicas": []}
+    for parameters, sites in units_of(stage, layers):
+        for axis, units in found.items():
+            unit = [p for p in parameters if axis in table[p].fate and not is_late(p, table[p])]
+            if unit:
+                units.append((unit, sites))
+    return found
 
 
 class SummingPipeline(SplitPipeline):
@@ -610,8 +602,7 @@ class SummingPipeline(SplitPipeline):
     F0 F1 B0 B1          ZeRO-0 and 1: B1      ZeRO-2 and 3: B0, B1
     F0 F1 B0 W0 B1 W1    B1, W1                ZeRO-2: W0, W1
 
-    B makes norms' and experts' gradients, W those of Linears: experts are summed in B, a unit with
-    Linears in W.
+    B makes experts' gradients, W those of Linears: experts are summed in B, other units in W.
     """
 
     def __init__(self, modules, mail):
@@ -684,10 +675,11 @@ def assert_alike(model, x, y):
     same = {"x": x.double(), "y": y.double()}
     for axis in ("pp", "cp"):
         assert_same(same, model.group[axis])
-    for part in model.parts:
-        row = model.table[part.parameter]
-        if row.fate.get("tp") == "same":
-            same[row.name] = part.grad
+    for zero in model.zeros:
+        for unit in zero.units:
+            for p, gradient in zero.whole(unit, unit.grad).items():  # sharded -> replicated
+                if model.table[p].fate.get("tp") == "same":
+                    same[model.table[p].name] = gradient
     assert_same(same, model.group["tp"])
 
 

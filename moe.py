@@ -200,7 +200,7 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 #     rows_of        under autocast rows are cast before they travel
 #     sum_gradients  141 calls of a step -> 26: 1 for 56 dense gradients, none for 64 of experts
 #                    (which are on one rank each), 4 more for loads; it makes a copy of them
-# At the end, as options: DeepSeek's router; capacity, so many rows at most for an expert.
+# At the end, as an option: DeepSeek's router.
 
 # ---- the layer
 
@@ -275,7 +275,7 @@ class MoE(nn.Module):
         to_ranks, from_ranks = read_counts(counts)  # [rank][expert]
         send = [sum(of_rank) for of_rank in to_ranks]
         receive = [sum(of_rank) for of_rank in from_ranks]
-        # row n K + k is token n on its way to its k-th expert; with capacity the last ones stay
+        # row n K + k is token n on its way to its k-th expert; with capacity (part 3) the last stay
         order = chosen.flatten().argsort(stable=True)[:sum(send)]
         rows = self.rows_of(x, order, gates.shape[-1])
         if self.shared is None:
@@ -616,7 +616,9 @@ def sigmoid_route(logits, bias=0.0, *, top_k, scale=1.0, groups=1, top_groups=1)
     return chosen, scale * gates / gates.sum(-1, keepdim=True), probs
 
 
-# ---- capacity: how many rows an expert takes from a rank
+# ---- 3. the toy GPT, parallelized --------------------------------------------
+
+# ---- capacity, for comparison: dropless mixtures, as above, are usual today; none of it is copied
 
 
 def most_rows(capacity, top_k, num_tokens, experts):
@@ -648,8 +650,6 @@ class MoEWithCapacity(MoE):
         chosen = chosen.masked_fill(~kept, experts)
         return super().mix(x, chosen, gates, rows_of_each(chosen, experts + 1)[:experts])
 
-
-# ---- 3. the toy GPT, parallelized --------------------------------------------
 
 # ---- in one process: each MLP becomes a ToyMoE
 
@@ -805,14 +805,10 @@ def build_plain(run, sources=None):
     return model
 
 
-def plain_balancing_losses(model):
-    return sum(block.mlp.loss for block in model.blocks)
-
-
 def plain_trace(run):
     """The same steps by the plain model."""
     run.replays = False  # those before a checkpoint: other ranks may have dropped other rows
-    return run.plain(extra_loss=plain_balancing_losses)
+    return run.plain(extra_loss=lambda model: sum(block.mlp.loss for block in model.blocks))
 
 
 def name_experts(model, names, ep, experts):

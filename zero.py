@@ -125,6 +125,14 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 #                                  6.7 MB held, but 3.4 MB sent -> 5.1
 
 
+# What a rank steps of a parameter p: p.flatten()[first:first + len(value)].
+# value    these numbers, in its unit's shard
+# grad     their gradients, in its unit's grad
+# master   the nn.Parameter that the optimizer steps: it has value's memory; where the optimizer is
+#          offloaded, or value is bf16, it is a copy on the CPU, or in fp32
+Part = namedtuple("Part", "parameter first value grad master")
+
+
 class Unit:
     """Parameters that travel together: end to end in one tensor, cut into a chunk for each rank.
 
@@ -223,14 +231,6 @@ class Unit:
             # Empty, but with as many dims as before (a scalar gets one): autograd wants a gradient
             # to have as many, and users make groups by p.dim()
             p.data = torch.atleast_1d(place)[:0]
-
-
-# What a rank steps of a parameter p: p.flatten()[first:first + len(value)].
-# value    these numbers, in its unit's shard
-# grad     their gradients, in its unit's grad
-# master   the nn.Parameter that the optimizer steps: it has value's memory; where the optimizer is
-#          offloaded, or value is bf16, it is a copy on the CPU, or in fp32
-Part = namedtuple("Part", "parameter first value grad master")
 
 
 class ZeRO1:
@@ -569,8 +569,8 @@ def guard(parameters, sites):
         known = hasattr(p, "stepped_by")
         assert not known, "parameters of two units, or of another ZeRO: make the model anew"
         p.stepped_by = None  # for refuse_step: no optimizer steps it
-    for site in sites:
-        site.register_load_state_dict_pre_hook(refuse_load)
+    for module in {module for site in sites for module in site.modules()}:
+        module.register_load_state_dict_pre_hook(refuse_load)
 
 
 def refuse_gradient(zero, unit, p):

@@ -381,7 +381,7 @@ def check_copy(ckpt, scaled, *bug):
         else:
             losses = partial(llama_loss, model)
             _, norm = code.train_step(
-                model, optimizer, x[rows], y[rows], 1, 0.05, 3, scaler, losses)
+                model, optimizer, x[rows], y[rows], 1, 0.05, 3, None, scaler, losses)
         assert_equal(norm, wanted)
         assert_equal(gradients_of(model), gradients_of(plain))
     assert_equal([*model.parameters()], [*plain.parameters()])

@@ -278,7 +278,7 @@ def test_picture(attn):
             source = (rank - hop) % 4
             theirs = ring.chunks(source)
             halves = 0  # of 8: all pairs of query and key
-            for queries, keys, causal in ring.pairs(source, 2):
+            for queries, keys, causal, _ in ring.pairs(source, 2, None):
                 pairs = len(range(2)[queries]) * len(range(2)[keys])
                 halves += pairs if causal else 2 * pairs
             work = halves // 4

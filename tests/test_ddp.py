@@ -13,8 +13,7 @@ from conftest import (
     PROOF, check_bug_shows, check_differs, check_dry_runs, check_equal, copied, idea, rewritten,
     run_ranks, textbook)
 from others import (
-    bf16_llama, bf16_rows, compare, gradients_of, llama_loss, micro_batches, mine,
-    recomputed, refuses, trained)
+    compare, gradients_of, llama_loss, micro_batches, mine, recomputed, refuses, trained)
 
 LLAMA = ("--model", "llama-toy")
 IDEA = ("--impl", "idea")
@@ -91,23 +90,6 @@ def check_unused():
         assert (inner[number].weight.grad == 3).all() and not inner[1 - number].weight.grad.any()
 
 
-def check_fp32_sums():
-    """Of bf16 gradients, over micro-batches and ranks."""
-    inner = bf16_llama()
-    model = copied("ddp").BucketedDDP(inner, reduce_dtype=torch.float32)
-    *first, last = bf16_rows()[dist.get_rank()::2]
-    with model.no_sync():
-        for rows in first:
-            llama_loss(model, *rows).backward()
-    llama_loss(model, *last).backward()
-    plain = bf16_llama()
-    for p in plain.parameters():
-        p.grad_dtype = torch.float32  # so that autograd adds up in it
-    for rows in bf16_rows():
-        llama_loss(plain, *rows).backward()
-    compare(gradients_of(inner), gradients_of(plain), 1e-5, 1e-5)
-
-
 def check_overlap():
     """Buckets travel while backward still runs, but not inside no_sync()."""
     inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
@@ -117,12 +99,9 @@ def check_overlap():
         lambda gradient: started.append(len(model.buckets) - len(model.to_start))) and None)
     model(torch.ones(8)).sum().backward()
     assert 1 <= started[0] < len(model.buckets)
-    kept = [p.grad.clone() for p in inner.parameters()]
-    with model.no_sync():
-        model(torch.ones(8)).sum().backward()
-    for p, grad in zip(inner.parameters(), kept):
-        assert torch.equal(2 * p.grad, 3 * grad)  # one rank's was added to the sum of two
-    refuses("a sum summed again", model(torch.ones(8)).sum().backward)
+    with model.no_sync():  # one rank's would be added to the sum of two
+        refuses("added to a sum", model(torch.ones(8)).sum().backward)
+    refuses("added to a sum", model(torch.ones(8)).sum().backward)
 
 
 def check_copies():
@@ -151,8 +130,7 @@ def check_strides():
 
 
 @pytest.mark.parametrize("world, check", [
-    (2, check_copies), (4, check_copies), (2, check_unused), (2, check_fp32_sums),
-    (2, check_overlap), (2, check_strides),
+    (2, check_copies), (4, check_copies), (2, check_unused), (2, check_overlap), (2, check_strides),
 ])
 def test_copy(world, check):
     run_ranks(check, world)

@@ -265,6 +265,8 @@ def check_misuse(stage):
 
 def refuse_later(stage, model, ours, optimizer, of_model):
     refuses("not optimizer.step", optimizer.step)
+    for part in model.layers[0], model.layers[0].input_norm:
+        refuses("masters would not know", part.load_state_dict, {}, False)
     refuses("of the parameter_groups", of_model.step)
     refuses("or of another ZeRO", ladder(zero)[stage], zero.units_of(model, model.layers))
     ours.step(optimizer)
