@@ -39,7 +39,7 @@ Not for: weights of two dtypes; fp16 with zero.py (but see its step()); checkpoi
 change their arguments in place, and more under full, see there.
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -259,7 +259,12 @@ class Rerun:
         hooks = hooks_around()
         self.inputs = [keep(x, hooks) for x in leaves]
         self.forward = forward
-        self.surroundings = surroundings(leaves)
+        devices = [x.device.type for x in leaves if torch.is_tensor(x)]
+        device = next((device for device in devices if device != "cpu"), "cpu")
+        self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
+        self.cpu_state = torch.get_rng_state()
+        self.gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        self.gpu_states = [torch.cuda.get_rng_state(gpu) for gpu in self.gpus]
         self.slots = []  # those to be filled, in the order of forward
 
     def pack(self, tensor):
@@ -278,8 +283,12 @@ class Rerun:
         inputs, keywords = tree_unflatten(leaves, self.structure)
         # the second run's graph is thrown away: this unpack is never called
         filling = saved_tensors_hooks(partial(self.fill, hooks_around()), self.unpack)
+        rng = torch.random.fork_rng(self.gpus)
         # in backward gradients are off, but only with gradients on autograd saves tensors
-        with suppress(Enough), torch.enable_grad(), self.surroundings(), filling:
+        with suppress(Enough), torch.enable_grad(), self.autocast, rng, filling:
+            torch.set_rng_state(self.cpu_state)
+            for gpu, state in zip(self.gpus, self.gpu_states):
+                torch.cuda.set_rng_state(state, gpu)
             self.forward(*inputs, **keywords)
         assert not self.slots, "forward saved fewer tensors when it ran again"
 
@@ -292,26 +301,6 @@ class Rerun:
         slot.again = keep(tensor.detach(), hooks)
         if not self.slots:
             raise Enough
-
-
-def surroundings(inputs):
-    """-> what makes a context manager: autocast and random numbers are as they are now."""
-    devices = [x.device.type for x in inputs if torch.is_tensor(x)]
-    device = next((device for device in devices if device != "cpu"), "cpu")
-    autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
-    cpu_state = torch.get_rng_state()
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    gpu_states = [torch.cuda.get_rng_state(gpu) for gpu in gpus]
-
-    @contextmanager
-    def as_now():
-        with torch.random.fork_rng(gpus), autocast:
-            torch.set_rng_state(cpu_state)
-            for gpu, state in zip(gpus, gpu_states):
-                torch.cuda.set_rng_state(state, gpu)
-            yield
-
-    return as_now
 
 
 # ---- selective: the results of cheap operations alone are made again

@@ -145,7 +145,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #                          calls   MB sent   MB at the peak
 #         the idea           84      19.1      56.9
 #         AllGather          13      25.4      35.1
-#         Zigzag             37      25.4      32.7
+#         Zigzag             37      25.4      32.9
 #         Ulysses            33      12.8      33.6
 # Llama 3 took AllGather: where all keys are at hand any mask is easy, such as that of documents.
 
@@ -245,24 +245,20 @@ class ContextParallel:
         chunks = self.chunks(self.cp_rank if rank is None else rank)
         return torch.arange(T, device=device).view(count, -1)[chunks].flatten()
 
-    def pairs(self, source, tokens, documents):
-        """Which of this rank's chunks see which of another's. tokens: how many each rank has
+    def pairs(self, source, documents):
+        """Which of this rank's chunks see which of another's.
 
-        -> (queries, keys, causal, is_same), for each pair that does: two slices of a rank's tokens,
-        and what attend_block wants to know of them.
+        -> (i, j, causal, is_same), for each pair that does: the i-th of this rank's, the j-th of
+        the other's, and what attend_block wants to know of them.
         """
-        assert tokens % self.chunks_each == 0, f"{tokens} tokens on a rank: take positions(T)"
-        size = tokens // self.chunks_each
         for i, mine in enumerate(self.chunks(self.cp_rank)):
             for j, theirs in enumerate(self.chunks(source)):
                 if theirs <= mine:
-                    queries = slice(i * size, (i + 1) * size)
-                    keys = slice(j * size, (j + 1) * size)
                     is_same = None
                     if documents is not None:
-                        of_chunks = documents.unflatten(1, (-1, size))  # (B, chunks, size)
+                        of_chunks = documents.unflatten(1, (self.cp * self.chunks_each, -1))
                         is_same = of_chunks[:, mine, :, None] == of_chunks[:, theirs, None]
-                    yield queries, keys, theirs == mine, is_same
+                    yield i, j, theirs == mine, is_same
 
 
 # 3. One rank's keys after the other. They come by the idea's collectives, or around a ring.
@@ -272,8 +268,8 @@ class Blockwise(ContextParallel):
     """What AllGather and Ring share. They add how keys and values come, and gradients go:
 
     bring(own_kv) yields (a rank, its K and V) for one rank after the other
-    bring_back(own_kv, summand) -> own_dkv, the sum over all ranks. summand(a rank, its K and V) is
-        what this rank's queries give to that rank's dK and dV
+    bring_back(own_kv, summands) -> own_dkv, the sum over all ranks. summands yields (a rank, what
+        this rank's queries give to its dK and dV), in the order of bring
     """
 
     def attend(self, q, k, v, documents=None):
@@ -282,22 +278,26 @@ class Blockwise(ContextParallel):
         assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads of q for {k.shape[1]} of k"
         q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
         with torch.autocast(q.device.type, enabled=False):  # it would make bf16 of fp32 scores
-            return BlockwiseAttention.apply(q, torch.stack([k, v]), documents, self)
+            by_chunk = (self.chunks_each, -1)
+            kv = torch.stack([k, v]).contiguous()  # stack keeps channels_last, as einsum makes it
+            q, kv = [x.unflatten(-2, by_chunk) for x in (q, kv)]
+            return BlockwiseAttention.apply(q, kv, documents, self).flatten(2, 3)
 
 
 class BlockwiseAttention(torch.autograd.Function):
     """This rank's queries attend to the keys of one rank after the other. ranks, a Blockwise,
     brings keys, and sends their gradients home."""
 
+    # q (B, H, chunks, size, D), own_kv (2, B, K, chunks, size, D): of one rank
     @staticmethod
-    def forward(ctx, q, own_kv, documents, ranks):  # q (B, H, T/cp, D), own_kv (2, B, K, T/cp, D)
+    def forward(ctx, q, own_kv, documents, ranks):
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-        lse = out.new_full(q.shape[:3], -math.inf)
+        lse = out.new_full(q.shape[:-1], -math.inf)
         for source, kv in ranks.bring(own_kv):
-            for queries, keys, *seen in ranks.pairs(source, q.shape[2], documents):
-                k, v = kv[..., keys, :]
-                block = attend_block(q[:, :, queries], k, v, *seen)
-                merge(out[:, :, queries], lse[:, :, queries], *block)
+            for i, j, *seen in ranks.pairs(source, documents):
+                k, v = kv[:, :, :, j]
+                block = attend_block(q[:, :, i], k, v, *seen)
+                merge(out[:, :, i], lse[:, :, i], *block)
         out = out.to(q.dtype)
         ctx.ranks = ranks
         ctx.save_for_backward(q, out, lse, own_kv, documents)
@@ -309,19 +309,20 @@ class BlockwiseAttention(torch.autograd.Function):
         q, out, lse, own_kv, documents = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=lse.dtype)  # fp32 or better
 
-        def summand(source, kv):
-            dkv = torch.zeros_like(kv, dtype=lse.dtype)
-            for queries, keys, *seen in ctx.ranks.pairs(source, q.shape[2], documents):
-                of_queries = [x[:, :, queries] for x in (dout, q, out, lse)]
-                k, v = kv[..., keys, :]
-                block_dq, block_dk, block_dv = attend_block_backward(*of_queries, k, v, *seen)
-                dq[:, :, queries] += block_dq
-                dkv[0, :, :, keys] += block_dk
-                dkv[1, :, :, keys] += block_dv
-            return dkv
+        def summands():  # lazily: the next one is made while the last one travels
+            for source, kv in ctx.ranks.bring(own_kv):
+                dkv = torch.zeros_like(kv, dtype=lse.dtype)
+                for i, j, *seen in ctx.ranks.pairs(source, documents):
+                    of_queries = [x[:, :, i] for x in (dout, q, out, lse)]
+                    k, v = kv[:, :, :, j]
+                    block_dq, block_dk, block_dv = attend_block_backward(*of_queries, k, v, *seen)
+                    dq[:, :, i] += block_dq
+                    dkv[0, :, :, j] += block_dk
+                    dkv[1, :, :, j] += block_dv
+                yield source, dkv
 
         with torch.autocast(q.device.type, enabled=False):  # as in forward
-            own_dkv = ctx.ranks.bring_back(own_kv, summand)
+            own_dkv = ctx.ranks.bring_back(own_kv, summands())
         return dq.to(dout.dtype), own_dkv.to(dout.dtype), None, None
 
 
@@ -336,11 +337,11 @@ class AllGather(Blockwise):
         all_gather(all_kv.view(-1), own_kv.view(-1), group=self.group, async_op=True).wait()
         return enumerate(all_kv)
 
-    def bring_back(self, own_kv, summand):
+    def bring_back(self, own_kv, summands):
         wide = torch.promote_types(own_kv.dtype, torch.float32)
         all_dkv = own_kv.new_empty(self.cp, *own_kv.shape, dtype=wide)
-        for source, kv in self.bring(own_kv):
-            all_dkv[source] = summand(source, kv)
+        for source, dkv in summands:
+            all_dkv[source] = dkv
         own_dkv = torch.empty_like(all_dkv[0])
         reduce_scatter(own_dkv.view(-1), all_dkv.view(-1), group=self.group)  # partial -> sharded
         return own_dkv
@@ -386,13 +387,10 @@ class Ring(Blockwise):
             kv = wait()
         yield (self.cp_rank + 1) % self.cp, kv  # the last one is passed on to nobody
 
-    def bring_back(self, own_kv, summand):
+    def bring_back(self, own_kv, summands):
+        _, own_dkv = next(summands)  # hop 0
         wait = None  # for a sum that comes here, while this rank's summand is made
-        for source, kv in self.bring(own_kv):
-            dkv = summand(source, kv)
-            if source == self.cp_rank:  # hop 0
-                own_dkv = dkv
-                continue
+        for _, dkv in summands:
             if wait:
                 dkv += wait()  # of the ranks that had these K and V before
             wait = pass_on(dkv, self.group)  # to the rank that has them at the next hop; also a 0

@@ -114,6 +114,8 @@ class Bucket:
         for p, view in self.views.items():
             if p.grad is None:  # not used by this rank's rows; the others wait for its summand
                 p.grad = view.zero_()
+                self.summed.discard(p)
+        assert not self.summed, "a sum summed again: zero_grad() (to None) is missing"
         self.missing = len(self.views)  # of the next backward
         # partial -> replicated, while backward goes on
         self.work = self.all_reduce(self.flat)

@@ -322,7 +322,8 @@ def table_of(stages, tp, zero):
 
 def is_late(p, row):
     """Is its gradient summed after the pipeline's step? For what is tied one stage would wait for
-    the other; norms, biases and, with sp, routers and adapters are little."""
+    the other. Norms, whose gradients come in B, would wait for their layer's W; they, biases and,
+    with sp, routers and adapters are little."""
     is_whole = row.kind == "whole" and "peers" in row.fate
     return "ends" in row.fate or is_whole or p.dim() == 1
 
@@ -452,7 +453,7 @@ class Hybrid(nn.Module):
         """What sums gradients over copies, and cuts what they share."""
         self.late = []
         late = [p for p, row in self.table.items() if p.requires_grad and is_late(p, row)]
-        for axis in "ends", "peers", "data":
+        for axis in "ends", "peers", "data", "replicas":
             unit = [p for p in late if axis in self.table[p].fate]
             if unit:
                 units = [(unit, [*self.stages])]
@@ -1020,12 +1021,6 @@ def notes(model):
     return {"bias_units": [found[layer].tolist() for layer in sorted(found)]}
 
 
-def build_mixture(run, ring):
-    # a dry run does not look at them
-    routed = None if run.dry else sources(run.args, run.device, ring)
-    return moe.build_plain(run, routed)
-
-
 def sources(args, device, ring):
     """-> [micro-batch][rank]: the tokens that the rank routes, numbered 0 to B T - 1"""
     numbers = torch.arange(args.batch * args.seq, device=device)
@@ -1133,7 +1128,8 @@ def main():
     mesh = Mesh(plans, args.dp, args.cp, args.tp, args.ep)
     ring = context_parallel.KINDS[args.attn](mesh.group["cp"]) if args.cp > 1 else None
     if args.experts:
-        run.build_plain = partial(build_mixture, ring=ring)
+        routed = None if run.dry else sources(args, run.device, ring)
+        run.build_plain = partial(moe.build_plain, sources=routed)
         tokens = args.batch // args.dp // args.micro * (args.seq // args.cp) // args.tp
         moe.expect_balanced(args, tokens, mesh.group["ep"])
         if run.dry:

@@ -547,8 +547,10 @@ class SplitPipeline(Pipeline):
         self.ws = {}  # {(micro-batch, stage): [what W calls for each Linear]}, from B to W
         if self.split:
             for module in nn.ModuleList(modules.values()).modules():
-                # the W of a subclass, or of one whose forward somebody has replaced, stays in its B
-                if type(module) is nn.Linear and "forward" not in vars(module):
+                # the W of a subclass, or of one whose weight is computed (spectral_norm), or whose
+                # forward is another, stays in its B
+                is_plain = type(module) is nn.Linear and "weight" in module._parameters
+                if is_plain and "forward" not in vars(module):
                     module.forward = partial(
                         split_linear, weight=module.weight, bias=module.bias)
 
@@ -590,6 +592,37 @@ def turns(M, warmup, stages, together=1):
     return [forwards[i] if kind == "F" else backwards[i] for kind, i in plan]
 
 
+# {name: (rank r, of p, M micro-batches, v stages of each rank if one may choose) -> r's plan}
+SCHEDULES = {
+    # One micro-batch at a time: one rank is at work.
+    #     rank 0   F0 .........B0    F1 .........B1
+    #     rank 1   ...F0 B0    .........F1 B1    ......
+    "naive": lambda r, p, M, v: turns(M, 0, [r]),
+    # All forwards, then all backwards (Huang 2019, arXiv:1811.06965, figure 2c).
+    #     rank 0   F0 F1 F2 F3 .........B0    B1    B2    B3
+    #     rank 1   ...F0 F1 F2 F3 B0    B1    B2    B3    ......
+    "gpipe": lambda r, p, M, v: turns(M, M, [r]),
+    # Each backward as early as can be: rank r begins with one F for each later rank; then an F and
+    # a B take turns (Harlap 2018, arXiv:1806.03377, figure 8). The docstring has the picture.
+    "1f1b": lambda r, p, M, v: turns(M, p - 1 - r, [r]),
+    # 1f1b with several stages per rank, which fills and drains in less time (Narayanan 2021,
+    # arXiv:2104.04473, figure 4). Rank r begins with p Fs in each stage but its last, and two more
+    # for each later rank: there and back.
+    #     rank 0   F0 F1 f0 f1 F2 ...b0    F3 b1    f2 B0    f3 B1    ...b2    ...b3    B2    B3
+    #     rank 1   ...F0 F1 f0 b0    f1 b1    F2 B0    F3 B1    f2 b2    f3 b3    B2    B3    ......
+    "interleaved": lambda r, p, M, v: turns(
+        M, (v - 1) * p + 2 * (p - 1 - r), range(r, p * v, p), together=p),
+    # gpipe with several stages per rank: all micro-batches go through one, then through the next,
+    # so FSDP gathers a stage only twice (Lamy-Poirier 2022, arXiv:2211.05953).
+    #     rank 0   F0 F1 f0 f1 .........b0    b1    B0    B1
+    #     rank 1   ...F0 F1 f0 f1 b0    b1    B0    B1    ......
+    "bfs": lambda r, p, M, v: turns(M, v * M, range(r, p * v, p), together=M),
+}
+
+
+# With Ws a plan is spelled in words.
+
+
 def spell(words, M, r, p):
     """-> the plan of rank r of p. It has stage r (capitals) and, if stages go down the ranks and up
     again, as a V, stage 2p - 1 - r (small letters). Words:
@@ -620,6 +653,22 @@ def spell(words, M, r, p):
 def late_ws(M, warmup, r, p, lag):
     """-> rank r's plan: after `warmup` Fs an F and a B in turn; Ws, too, but `lag` Bs late."""
     return spell("F " * warmup + "F B " * lag + "F B W " * M, M, r, p)
+
+
+SCHEDULES |= {
+    # 1f1b in which rank r does the W of micro-batch m after the B of micro-batch m + r: Bs are done
+    # sooner, and Ws fill the end (Qi 2023, figure 3).
+    #     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
+    #     rank 1   ...F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
+    "zb-h1": lambda r, p, M, v: late_ws(M, p - 1 - r, r, p, r),
+    # Twice the warm-up, and Ws twice as late: nobody waits if F + B = 2W (Qi 2023, figure 3). But
+    # rank r begins r F later than rank 0 and ends as much later, if B <= 2W, and all wait for the
+    # last one's norm: a step takes M (F + B + W) + (p-1) F. Qi 2023, section 4, does not wait for
+    # it, but takes back a step whose norm was too large.
+    #     rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
+    #     rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+    "zb-h2": lambda r, p, M, v: late_ws(M, 2 * (p - 1 - r), r, p, 2 * r),
+}
 
 
 def zb_v(r, p, M, v):
@@ -662,46 +711,7 @@ def dualpipe_v(r, p, M, v):
     return spell(words, M, r, p)
 
 
-# {name: (rank r, of p, M micro-batches, v stages of each rank if one may choose) -> r's plan}
-SCHEDULES = {
-    # One micro-batch at a time: one rank is at work.
-    #     rank 0   F0 .........B0    F1 .........B1
-    #     rank 1   ...F0 B0    .........F1 B1    ......
-    "naive": lambda r, p, M, v: turns(M, 0, [r]),
-    # All forwards, then all backwards (Huang 2019, arXiv:1811.06965, figure 2c).
-    #     rank 0   F0 F1 F2 F3 .........B0    B1    B2    B3
-    #     rank 1   ...F0 F1 F2 F3 B0    B1    B2    B3    ......
-    "gpipe": lambda r, p, M, v: turns(M, M, [r]),
-    # Each backward as early as can be: rank r begins with one F for each later rank; then an F and
-    # a B take turns (Harlap 2018, arXiv:1806.03377, figure 8). The docstring has the picture.
-    "1f1b": lambda r, p, M, v: turns(M, p - 1 - r, [r]),
-    # 1f1b with several stages per rank, which fills and drains in less time (Narayanan 2021,
-    # arXiv:2104.04473, figure 4). Rank r begins with p Fs in each stage but its last, and two more
-    # for each later rank: there and back.
-    #     rank 0   F0 F1 f0 f1 F2 ...b0    F3 b1    f2 B0    f3 B1    ...b2    ...b3    B2    B3
-    #     rank 1   ...F0 F1 f0 b0    f1 b1    F2 B0    F3 B1    f2 b2    f3 b3    B2    B3    ......
-    "interleaved": lambda r, p, M, v: turns(
-        M, (v - 1) * p + 2 * (p - 1 - r), range(r, p * v, p), together=p),
-    # gpipe with several stages per rank: all micro-batches go through one, then through the next,
-    # so FSDP gathers a stage only twice (Lamy-Poirier 2022, arXiv:2211.05953).
-    #     rank 0   F0 F1 f0 f1 .........b0    b1    B0    B1
-    #     rank 1   ...F0 F1 f0 f1 b0    b1    B0    B1    ......
-    "bfs": lambda r, p, M, v: turns(M, v * M, range(r, p * v, p), together=M),
-    # 1f1b in which rank r does the W of micro-batch m after the B of micro-batch m + r: Bs are done
-    # sooner, and Ws fill the end (Qi 2023, figure 3).
-    #     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
-    #     rank 1   ...F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
-    "zb-h1": lambda r, p, M, v: late_ws(M, p - 1 - r, r, p, r),
-    # Twice the warm-up, and Ws twice as late: nobody waits if F + B = 2W (Qi 2023, figure 3). But
-    # rank r begins r F later than rank 0 and ends as much later, if B <= 2W, and all wait for the
-    # last one's norm: a step takes M (F + B + W) + (p-1) F. Qi 2023, section 4, does not wait for
-    # it, but takes back a step whose norm was too large.
-    #     rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
-    #     rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
-    "zb-h2": lambda r, p, M, v: late_ws(M, 2 * (p - 1 - r), r, p, 2 * r),
-    "zb-v": zb_v,
-    "dualpipe-v": dualpipe_v,
-}
+SCHEDULES |= {"zb-v": zb_v, "dualpipe-v": dualpipe_v}
 
 
 def make_plans(name, ranks, microbatches, chunks=2):

@@ -104,6 +104,17 @@ def check_overlap():
     refuses("added to a sum", model(torch.ones(8)).sum().backward)
 
 
+def check_two_optimizers():
+    """Of a part alone somebody has called zero_grad()."""
+    inner = nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+    model = copied("ddp").BucketedDDP(inner)
+    inner.forward = lambda x: inner["other"](inner["one"](x)).sum()
+    model(torch.ones(2)).backward()
+    inner["other"].zero_grad()
+    inner.forward = lambda x: inner["other"](x).sum()
+    refuses("a sum summed again", model(torch.ones(2)).backward)
+
+
 def check_copies():
     check_copy("bucketed")
     check_copy("idea")
@@ -131,6 +142,7 @@ def check_strides():
 
 @pytest.mark.parametrize("world, check", [
     (2, check_copies), (4, check_copies), (2, check_unused), (2, check_overlap), (2, check_strides),
+    (2, check_two_optimizers),
 ])
 def test_copy(world, check):
     run_ranks(check, world)

@@ -1,4 +1,5 @@
 """pipeline_parallel.py: its schedules on paper, and trained."""
+import copy
 import itertools
 import threading
 from collections import Counter, defaultdict
@@ -349,6 +350,19 @@ def check_unused():
     assert (layer.weight.grad == 1).all() and (layer.bias.grad == 1).all()
 
 
+def check_computed_weights():
+    """W has no gradient of them: it stays in B."""
+    layer = nn.utils.spectral_norm(nn.Linear(2, 2))
+    layer.eval()
+    plain = copy.deepcopy(layer)
+    mail = Mail(make_plans("zb-h1", 1, 2), (1, 2), torch.float32, "cpu")
+    pipeline = SplitPipeline({0: layer}, mail)
+    x = torch.ones(2, 1, 2)
+    pipeline.step(x, lambda y, m: y.sum())
+    plain(x).sum().backward()
+    torch.testing.assert_close(layer.weight_orig.grad, plain.weight_orig.grad)
+
+
 # ---- the idea, around a model of somebody else ------------------------------------
 
 
@@ -457,7 +471,8 @@ def check_strides():
 
 
 @pytest.mark.parametrize("world, check", [
-    (1, check_ws_want_a_split_pipeline), (1, check_chain), (2, check_unused), (2, check_strides)])
+    (1, check_ws_want_a_split_pipeline), (1, check_chain), (1, check_computed_weights),
+    (2, check_unused), (2, check_strides)])
 def test_parts(world, check):
     run_ranks(check, world)
 
