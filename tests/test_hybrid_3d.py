@@ -550,6 +550,17 @@ def check_two_ties():
     compare(hybrid.full_state_dict(), begun)
 
 
+def check_vectors_of_experts():
+    """They are stepped, too."""
+    mesh = hybrid_3d.Mesh(make_plans("1f1b", 1, 2), dp=2, ep=2)
+    model = make(experts=True)
+    share_out(model, mesh)
+    stack = model.layers[0].mlp.bank.up
+    stack.scale = nn.Parameter(torch.ones(2))
+    hybrid = hybrid_of(model, mesh)
+    assert stack.scale in {part.parameter for part in hybrid.parts}
+
+
 def check_asserts():
     refuses("cp 1 x tp 1 are not all 2 ranks", hybrid_3d.Mesh, make_plans("1f1b", 1, 2))
     refuses("ep 2 does not divide", partial(hybrid_3d.Mesh, ep=2), make_plans("1f1b", 2, 2))
@@ -618,6 +629,7 @@ def check_asserts():
         (1, FORGETFUL, "same", "[qk]_norm.weight differs"),
         (2, LLAMA, "other", "x differs between ranks")]),
     (2, check_two_ties, [()]),
+    (2, check_vectors_of_experts, [()]),
     (2, check_asserts, [()]),
 ])
 def test_models_of_others(world, check, cases):
