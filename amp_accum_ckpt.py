@@ -439,7 +439,8 @@ class FusedLossScaler(LossScaler):
 
 
 def train_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scaler, losses):
-    """As idea_step. losses(x, y) -> the sum of a micro-batch's token losses."""
+    """As idea_step. losses(x, y) -> the sum of a micro-batch's token losses. dtype None: no
+    autocast, also if there is one around."""
     optimizer.zero_grad()
     loss = 0.0
     for x, y in zip(inputs.tensor_split(accum), targets.tensor_split(accum)):

@@ -276,6 +276,7 @@ class Blockwise(ContextParallel):
         """As the idea's. Every rank calls it, with equal shapes."""
         # the kernel of a CPU would read beyond k
         assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads of q for {k.shape[1]} of k"
+        assert q.shape[2] % self.chunks_each == 0, f"{q.shape[2]} tokens: take positions(T)"
         q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
         with torch.autocast(q.device.type, enabled=False):  # it would make bf16 of fp32 scores
             by_chunk = (self.chunks_each, -1)

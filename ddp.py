@@ -88,42 +88,33 @@ def idea_step(model, optimizer, x, y, valid, clip):
 
 
 class Bucket:
-    """Gradients of some parameters, side by side in one flat tensor, for one all-reduce.
-    zero_grad() drops the views, not the bucket."""
+    """Some parameters, whose gradients travel side by side in a flat tensor, by one all-reduce."""
 
     def __init__(self, parameters, group):
-        sizes = [p.numel() for p in parameters]
         # a function, which a deepcopy (for averages of weights) shares; of a group it would raise
         self.all_reduce = lambda flat: dist.all_reduce(flat, group=group, async_op=True)
-        self.flat = parameters[0].new_zeros(sum(sizes))
-        self.views = {p: piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes))}
+        self.parameters = parameters
         self.missing = len(parameters)  # gradients of this backward that have not come yet
         self.work = None  # Work of the last all-reduce
-        self.summed = set()  # parameters that have a sum already: no second one over the same
-
-    def take(self, p):
-        """Move a gradient that autograd has made into the bucket, and leave a view in its place."""
-        view = self.views[p]
-        if p.grad is not view:  # else backward has found the view there, and has added to it
-            view.copy_(p.grad)
-            p.grad = view
-            self.summed.discard(p)
-        assert p not in self.summed, "added to a sum: zero_grad() (to None) or no_sync() is missing"
 
     def start(self):
-        for p, view in self.views.items():
+        """Moves gradients into a flat tensor, of which they become views, and begins its sum."""
+        for p in self.parameters:
             if p.grad is None:  # not used by this rank's rows; the others wait for its summand
-                p.grad = view.zero_()
-                self.summed.discard(p)
-        assert not self.summed, "a sum summed again: zero_grad() (to None) is missing"
-        self.missing = len(self.views)  # of the next backward
+                p.grad = torch.zeros_like(p)
+            assert not hasattr(p.grad, "is_sum"), "summed twice: zero_grad() (to None) is missing"
+        flat = torch.cat([p.grad.flatten() for p in self.parameters])
+        pieces = flat.split([p.numel() for p in self.parameters])
+        for p, piece in zip(self.parameters, pieces):
+            p.grad = piece.view_as(p)
+            p.grad.is_sum = True  # a mark that zero_grad() takes away with the gradient
+        self.missing = len(self.parameters)  # of the next backward
         # partial -> replicated, while backward goes on
-        self.work = self.all_reduce(self.flat)
+        self.work = self.all_reduce(flat)
 
     def wait(self):
         self.work.wait()  # on GPUs the stream waits for it, not the host
         self.work = None  # a deepcopy could not take it along
-        self.summed = set(self.views)
 
 
 class BucketedDDP(nn.Module):
@@ -177,7 +168,8 @@ class BucketedDDP(nn.Module):
 
     def ready(self, bucket, p):
         """Autograd's call when p's gradient is complete: once in a backward, also if p is tied."""
-        bucket.take(p)
+        assert not hasattr(p.grad, "is_sum"), (
+            "added to a sum: zero_grad() (to None) or no_sync() is missing")
         if not self.sync:
             return
         if not self.to_start:  # the first gradient of this backward

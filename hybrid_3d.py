@@ -40,7 +40,7 @@ weights that some ranks do not use.
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
 import re
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from functools import partial
 
 import torch
@@ -322,10 +322,11 @@ def table_of(stages, tp, zero):
 
 def is_late(p, row):
     """Is its gradient summed after the pipeline's step? For what is tied one stage would wait for
-    the other. Norms, whose gradients come in B, would wait for their layer's W; they, biases and,
-    with sp, routers and adapters are little."""
+    the other. Vectors, such as norms, would wait in B for their layer's W, and are little. Matrices
+    whole with sp (routers, adapters) would be summed over peers between others' sums over data:
+    copies that use different ones would wait for each other for ever."""
     is_whole = row.kind == "whole" and "peers" in row.fate
-    return "ends" in row.fate or is_whole or p.dim() == 1
+    return "ends" in row.fate or is_whole or p.dim() < 2
 
 
 def alike(fate):
@@ -454,9 +455,12 @@ class Hybrid(nn.Module):
         self.late = []
         late = [p for p, row in self.table.items() if p.requires_grad and is_late(p, row)]
         for axis in "ends", "peers", "data", "replicas":
-            unit = [p for p in late if axis in self.table[p].fate]
-            if unit:
-                units = [(unit, [*self.stages])]
+            of_dtype = defaultdict(list)  # a unit has one dtype
+            for p in late:
+                if axis in self.table[p].fate:
+                    of_dtype[p.dtype].append(p)
+            if of_dtype:
+                units = [(unit, [*self.stages]) for unit in of_dtype.values()]
                 zero = LADDER[min(level, 1)](units, self.group[axis], reduce_dtype=reduce_dtype)
                 zero.sync = False  # backwards only add to it: it is summed once, in sum_gradients
                 self.late.append(zero)

@@ -316,7 +316,8 @@ class MoE(nn.Module):
 
 def refuse_forwards(linears):
     for linear in linears:
-        assert type(linear) is nn.Linear and "forward" not in vars(linear), (
+        is_plain = type(linear) is nn.Linear and "weight" in linear._parameters
+        assert is_plain and "forward" not in vars(linear), (
             f"{linear}: its weight is used, but its forward would not be called")
 
 

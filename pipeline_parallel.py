@@ -549,8 +549,8 @@ class SplitPipeline(Pipeline):
             for module in nn.ModuleList(modules.values()).modules():
                 # the W of a subclass, or of one whose weight is computed (spectral_norm), or whose
                 # forward is another, stays in its B
-                is_plain = type(module) is nn.Linear and "weight" in module._parameters
-                if is_plain and "forward" not in vars(module):
+                has_both = {"weight", "bias"} <= module._parameters.keys()
+                if type(module) is nn.Linear and has_both and "forward" not in vars(module):
                     module.forward = partial(
                         split_linear, weight=module.weight, bias=module.bias)
 

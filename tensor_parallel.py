@@ -621,6 +621,7 @@ def refuse_options(plain):
     options = [getattr(plain, name, None) for name in OPTIONS]
     has_none = all(option is None or option is False for option in options)
     is_plain = type(plain) in (nn.Linear, nn.Embedding) and "forward" not in vars(plain)
+    is_plain = is_plain and "weight" in plain._parameters  # not computed, as by spectral_norm
     assert is_plain and has_none, f"{plain}: only a plain Linear or Embedding can be cut."
 
 

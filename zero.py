@@ -398,9 +398,8 @@ class ZeRO1:
 
     def renew(self, unit):
         """Begins to gather the other ranks' new chunks: what full has of them is old."""
-        own = unit.full[unit.mine]
         # sharded -> replicated, in place
-        unit.gathering = all_gather(unit.full, own, group=self.group, async_op=True)
+        unit.gathering = all_gather(unit.full, unit.shard, group=self.group, async_op=True)
 
     # -- the whole: {parameter: whole tensor} on every rank. All must call it
 

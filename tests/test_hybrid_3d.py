@@ -551,12 +551,13 @@ def check_two_ties():
 
 
 def check_vectors_of_experts():
-    """They are stepped, too."""
+    """They are in a unit, too, and late ones of two dtypes."""
     mesh = hybrid_3d.Mesh(make_plans("1f1b", 1, 2), dp=2, ep=2)
     model = make(experts=True)
     share_out(model, mesh)
     stack = model.layers[0].mlp.bank.up
     stack.scale = nn.Parameter(torch.ones(2))
+    model.norm.float()
     hybrid = hybrid_of(model, mesh)
     assert stack.scale in {part.parameter for part in hybrid.parts}
 

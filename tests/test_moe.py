@@ -484,7 +484,9 @@ def assert_refused(layer):
     capped = type("Capped", (nn.Linear,), {})(6, 4)
     with pytest.raises(AssertionError, match="Capped.*its forward would not be called"):
         moe.MoE(capped, layer.experts, layer.route, layer.ep)
-    refuses("its forward would not be called", moe.StackedLinear, [capped])
+    normed = nn.utils.spectral_norm(nn.Linear(6, 4))  # its weight is computed
+    for odd in capped, normed:
+        refuses("its forward would not be called", moe.StackedLinear, [odd])
     for wrapper in BucketedDDP, partial(FSDP, blocks=[]):
         refuses("ranks have different experts", wrapper, layer)
     cut = ColumnLinear(nn.Linear(2, 2), TensorParallel())

@@ -210,12 +210,15 @@ def check_refusals():
     adapted.lm_head.forward = torch.relu  # somebody has replaced it
     scaled = Llama()
     scaled.embed_tokens = type("Scaled", (nn.Embedding,), {})(8, 12)
+    normed = Llama()
+    nn.utils.spectral_norm(normed.lm_head)  # its weight is computed
     for words, cuts, model in [
         ("called nowhere.*", {"nowhere.*": section.ColumnLinear}, Llama()),
         ("q_proj, or none is left", {"*.q_proj": section.ColumnLinear,
                                      "*.0.*.q_proj": section.RowLinear}, Llama()),
         ("Scaled.*: only a plain", plan(2), scaled),
         ("out_features=29.*: only a plain", plan(2), adapted),
+        ("out_features=29.*: only a plain", plan(2), normed),
         ("2 ranks for 3 heads of keys and values", plan(3), Llama()),
         ("layers.0.mlp.drop_inside: ranks would draw", {}, Llama(dropout=0.1)),
         (r"embed_tokens shares \['weight'\]", {"lm_head": section.ColumnLinear}, Llama(tied=True)),

@@ -93,7 +93,7 @@ PLANTED = [
     (check_copy, "3", "self.gathering = all_gather(self.full, own, group=group, async_op=True)",
      "pass"),
     (check_copy, "1",
-     "unit.gathering = all_gather(unit.full, own, group=self.group, async_op=True)", "pass"),
+     "unit.gathering = all_gather(unit.full, unit.shard, group=self.group, async_op=True)", "pass"),
     (check_copy, "2", "dist.all_reduce(square, group=self.group)  # partial -> replicated\n"
      "        norm = square.sqrt()\n        if max", "norm = square.sqrt()\n        if max"),
     (check_copy, "1", "dist.broadcast(unit.full, group=group, group_src=0)", "pass"),
