@@ -33,10 +33,10 @@ leaves the loop as it was, and builds from meta.
 Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4: a unit is one flat tensor, as here.
 At work: fully_shard, part 4 below, which cuts each parameter along dim 0 instead.
 Not for: models cut by tensor_parallel.py, experts of moe.py (hybrid_3d.py has both); optimizers of
-whole matrices (but see harness/whole.py); weights stepped between a forward and its backward;
-blocks called by yourself or twice in a forward, or that share parameters; ranks that use different
-blocks (two forwards before a backward: parameters); GradScaler; freezing, loading, setting .data
-later; reentrant checkpointing, autograd.grad, second derivatives; backwards that raise. Unused: 0.
+whole matrices (see harness/whole.py); weights stepped between a forward and its backward; blocks
+called by yourself or twice in a forward, or that share parameters; ranks that use different blocks
+(two forwards before a backward: parameters); GradScaler; freezing, loading, setting .data later;
+reentrant checkpointing, autograd.grad, second derivatives, backwards that raise. Unused ones get 0.
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
 from collections import namedtuple

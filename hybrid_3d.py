@@ -1132,7 +1132,7 @@ def main():
     mesh = Mesh(plans, args.dp, args.cp, args.tp, args.ep)
     ring = context_parallel.KINDS[args.attn](mesh.group["cp"]) if args.cp > 1 else None
     if args.experts:
-        routed = None if run.dry else sources(args, run.device, ring)
+        routed = None if run.dry else sources(args, run.device, ring)  # a dry run looks at none
         run.build_plain = partial(moe.build_plain, sources=routed)
         tokens = args.batch // args.dp // args.micro * (args.seq // args.cp) // args.tp
         moe.expect_balanced(args, tokens, mesh.group["ep"])

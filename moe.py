@@ -806,10 +806,14 @@ def build_plain(run, sources=None):
     return model
 
 
+def plain_balancing_losses(model):
+    return sum(block.mlp.loss for block in model.blocks)
+
+
 def plain_trace(run):
     """The same steps by the plain model."""
     run.replays = False  # those before a checkpoint: other ranks may have dropped other rows
-    return run.plain(extra_loss=lambda model: sum(block.mlp.loss for block in model.blocks))
+    return run.plain(extra_loss=plain_balancing_losses)
 
 
 def name_experts(model, names, ep, experts):

@@ -91,7 +91,7 @@ def check_unused():
 
 
 def check_overlap():
-    """Buckets travel while backward still runs, but not inside no_sync()."""
+    """Buckets travel while backward still runs, and a sum is not added to."""
     inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     model = copied("ddp").BucketedDDP(inner, bucket_mb=1e-4)
     started = []  # buckets, when backward has come to the first layer

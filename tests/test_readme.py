@@ -193,14 +193,10 @@ def batches():
         yield ids[:, :-1], ids[:, 1:], valid
 
 
-def balancing_losses(model):
-    return sum(block.mlp.loss for block in model.blocks)
-
-
 def plain_training(name):
     model = somebodys_model(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    extra_loss = balancing_losses if name == "moe" else None
+    extra_loss = moe.plain_balancing_losses if name == "moe" else None
     rated = [(1e-3, *batch) for batch in batches()]
     for _ in plain_steps(model, optimizer, rated, 1.0, extra_loss):
         yield None, gradients_of(model), model.state_dict()
