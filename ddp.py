@@ -30,7 +30,7 @@ two models of one group. Parameters that no rank has used get gradients of 0.
     torchrun --standalone --nproc_per_node=2 ddp.py
 """
 import contextlib
-from functools import partial
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -95,10 +95,12 @@ class Bucket:
         self.all_reduce = lambda flat: dist.all_reduce(flat, group=group, async_op=True)
         self.parameters = parameters
         self.missing = len(parameters)  # gradients of this backward that have not come yet
-        self.work = None  # Work of the last all-reduce
 
     def start(self):
-        """Moves gradients into a flat tensor, of which they become views, and begins its sum."""
+        """Moves gradients into a flat tensor, of which they become views, and begins its sum.
+
+        -> the Work of the all-reduce
+        """
         for p in self.parameters:
             if p.grad is None:  # not used by this rank's rows; the others wait for its summand
                 p.grad = torch.zeros_like(p)
@@ -110,11 +112,7 @@ class Bucket:
             p.grad.is_sum = True  # a mark that zero_grad() takes away with the gradient
         self.missing = len(self.parameters)  # of the next backward
         # partial -> replicated, while backward goes on
-        self.work = self.all_reduce(flat)
-
-    def wait(self):
-        self.work.wait()  # on GPUs the stream waits for it, not the host
-        self.work = None  # a deepcopy could not take it along
+        return self.all_reduce(flat)
 
 
 class BucketedDDP(nn.Module):
@@ -136,16 +134,16 @@ class BucketedDDP(nn.Module):
         self.module = module
         self.sync = True  # False within no_sync()
         self.to_start = []  # buckets that this backward has still to send; empty between backwards
+        self.works = []  # of its all-reduces; likewise
         begin_alike(module, group)  # the first rank's -> replicated
-        self.buckets = []
-        for parameters in self.layout(bucket_mb * 1e6):
-            bucket = Bucket(parameters, group)
-            self.buckets.append(bucket)
-            for p in parameters:
-                assert not hasattr(p, "is_summed"), "wrapped already: two sums; wrap a deepcopy"
-                p.is_summed = True
-                p.grad = None  # left from before: it is of no step here
-                p.register_post_accumulate_grad_hook(partial(self.ready, bucket))
+        self.buckets = [Bucket(parameters, group) for parameters in self.layout(bucket_mb * 1e6)]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        ready = weakref.WeakMethod(self.ready)  # a hook with self in it would keep it for ever
+        for p in self.bucket_of:
+            assert not hasattr(p, "is_summed"), "wrapped already: two sums; wrap a deepcopy"
+            p.is_summed = True
+            p.grad = None  # left from before: it is of no step here
+            p.register_post_accumulate_grad_hook(lambda p: ready()(p))
 
     def layout(self, limit):
         """limit: bytes of a bucket -> [parameters of a bucket, all of one dtype]"""
@@ -166,7 +164,7 @@ class BucketedDDP(nn.Module):
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
-    def ready(self, bucket, p):
+    def ready(self, p):
         """Autograd's call when p's gradient is complete: once in a backward, also if p is tied."""
         assert not hasattr(p.grad, "is_sum"), (
             "added to a sum: zero_grad() (to None) or no_sync() is missing")
@@ -176,18 +174,19 @@ class BucketedDDP(nn.Module):
             self.to_start = list(self.buckets)
             # autograd calls finish when all of this backward is over
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        bucket.missing -= 1
+        self.bucket_of[p].missing -= 1
         # A bucket waits for the one before it, even if it is full first: ranks may make their
         # gradients in different orders, but must agree on the order of collectives
         while self.to_start and self.to_start[0].missing == 0:
-            self.to_start.pop(0).start()
+            self.works.append(self.to_start.pop(0).start())
 
     def finish(self):
         for bucket in self.to_start:  # this backward has not used all parameters
-            bucket.start()
+            self.works.append(bucket.start())
         self.to_start = []
-        for bucket in self.buckets:
-            bucket.wait()
+        for work in self.works:
+            work.wait()  # on GPUs the stream waits for it, not the host
+        self.works = []
 
     @contextlib.contextmanager
     def no_sync(self):

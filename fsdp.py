@@ -39,6 +39,7 @@ called by yourself or twice in a forward, or that share parameters; ranks that u
 reentrant checkpointing, autograd.grad, second derivatives, backwards that raise. Unused ones get 0.
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
+import weakref
 from collections import namedtuple
 from functools import partial
 
@@ -340,8 +341,10 @@ class FSDP(nn.Module):
         for i, block in enumerate(sharded):
             block.register_forward_pre_hook(eager(partial(self.enter, i)))
             block.register_forward_hook(eager(partial(self.leave, i)))
+        # a hook of a parameter with self in it would keep it for ever
+        begin = weakref.WeakMethod(self.begin_backward)
         for p in rest:  # for outputs in which watch() finds no tensor, such as a dataclass
-            p.register_post_accumulate_grad_hook(self.begin_backward)
+            p.register_post_accumulate_grad_hook(lambda p: begin()(p))
 
     def gather_root(self):
         for unit in self.root_units:

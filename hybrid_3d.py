@@ -35,7 +35,7 @@ First and last stage send V C/(n tp) more if the embedding is the head of V word
 Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3.2. At work: part 4.
 Not for: what its files are not for; optimizers of whole matrices, but see --optimizer muon; ties
 other than of the first stage to the last; stages whose first parameters differ in dtype; pipedream;
-ZeRO-3 of several stages; with Ws, Linears that run twice in a stage; with experts, cp, key_values:
+ZeRO-3 of several stages; with Ws, Linears that run twice in a stage; with experts, cp or ZeRO-3:
 weights that some ranks do not use.
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
@@ -322,11 +322,10 @@ def table_of(stages, tp, zero):
 
 def is_late(p, row):
     """Is its gradient summed after the pipeline's step? For what is tied one stage would wait for
-    the other. Vectors, such as norms, would wait in B for their layer's W, and are little. Matrices
-    whole with sp (routers, adapters) would be summed over peers between others' sums over data:
-    copies that use different ones would wait for each other for ever."""
-    is_whole = row.kind == "whole" and "peers" in row.fate
-    return "ends" in row.fate or is_whole or p.dim() < 2
+    the other. What is summed over peers (with sp routers, adapters) would be so between others'
+    sums over data: copies that use different ones would wait for each other for ever. Vectors, such
+    as norms, would wait in B for their layer's W, and are little."""
+    return "ends" in row.fate or "peers" in row.fate or p.dim() < 2
 
 
 def alike(fate):
@@ -341,7 +340,7 @@ def alike(fate):
 #     B of a micro-batch      autograd calls ZeRO's hook, which adds it to its unit's buffer
 #     B of the last one       meanwhile a reduce-scatter over data: part.grad, this rank's part
 #     next action, or end     waits for the sum
-#     sum_gradients           only now sums what is late: what is tied, norms, biases, ..
+#     after the pipeline      only now sums what is late: what is tied, norms, biases, ..
 #     gradient_norm           of ranks with the same numbers the first one counts them
 #     begin_step .. end_step  master.grad; AdamW steps master; an all-gather over data: new weights
 
@@ -359,7 +358,9 @@ def train_step(model, optimizer, x, y, valid, clip):
         zero.zero_grad()
     inputs, loss_of = model.in_microbatches(x, y, valid)
     loss = model.pipeline.step(inputs, loss_of)  # every rank of tp has all of it
-    sum_gradients(model)
+    model.pipeline.end_sums()  # copies have begun all but those of what is late
+    for zero in model.late:
+        zero.reduce()  # partial -> sharded
     norm = gradient_norm(model)
     if clip:
         finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: then nothing is scaled
@@ -370,13 +371,6 @@ def train_step(model, optimizer, x, y, valid, clip):
     for zero in model.zeros:
         zero.end_step()
     return loss / model.tp.size, norm
-
-
-def sum_gradients(model):
-    """After the pipeline's step, in which copies have begun all sums but those of what is late."""
-    model.pipeline.end_sums()
-    for zero in model.late:
-        zero.reduce()  # partial -> sharded
 
 
 def gradient_norm(model):
@@ -445,13 +439,13 @@ class Hybrid(nn.Module):
         self.know_experts()
         p = next(self.parameters())
         mail = Mail(mesh.plans, (), p.dtype, p.device, mesh.pipelines)  # each batch sets its size
-        self.pipeline = SummingPipeline(here, mail)
-        self.make_zeros(here, layers, zero, reduce_dtype)
+        zeros_of = self.make_zeros(here, layers, zero, reduce_dtype)
+        self.pipeline = SummingPipeline(here, mail, zeros_of)
         self.units = [unit for each in self.zeros for unit in each.units]
         self.parts = [part for each in self.zeros for part in each.parts]
 
     def make_zeros(self, here, layers, level, reduce_dtype):
-        """What sums gradients over copies, and cuts what they share."""
+        """What sums gradients over copies, and cuts what they share -> SummingPipeline's."""
         self.late = []
         late = [p for p, row in self.table.items() if p.requires_grad and is_late(p, row)]
         for axis in "ends", "peers", "data", "replicas":
@@ -462,15 +456,17 @@ class Hybrid(nn.Module):
             if of_dtype:
                 units = [(unit, [*self.stages]) for unit in of_dtype.values()]
                 zero = LADDER[min(level, 1)](units, self.group[axis], reduce_dtype=reduce_dtype)
-                zero.sync = False  # backwards only add to it: it is summed once, in sum_gradients
+                zero.sync = False  # backwards only add to it: it is summed once, in train_step
                 self.late.append(zero)
         self.zeros = [*self.late]
+        zeros_of = {}
         for number, stage in here.items():
-            zeros = self.pipeline.zeros_of[number] = {}
+            zeros = zeros_of[number] = {}
             for axis, units in units_of_stage(stage, self.table, layers).items():
                 if units:
                     zeros[axis] = LADDER[level](units, self.group[axis], reduce_dtype=reduce_dtype)
             self.zeros += zeros.values()
+        return zeros_of
 
     def know_experts(self):
         self.ep = TensorParallel(self.group["ep"])  # cuts stacks of experts, as tp cuts matrices
@@ -544,10 +540,8 @@ class Hybrid(nn.Module):
 
     def shard(self, t, whole):
         """-> what this rank of tp and ep has of a parameter or buffer."""
-        for ranks in (self.tp, self.ep):
-            if t in ranks.cuts:
-                return tensor_parallel.shard(whole, ranks.cuts[t], ranks)
-        return whole
+        ranks = self.ep if t in self.ep.cuts else self.tp
+        return tensor_parallel.shard(whole, ranks.cuts[t], ranks) if t in ranks.cuts else whole
 
     def unshard(self, t, here):
         """here: what this rank of tp and ep has of t, a parameter or buffer, or of its gradient."""
@@ -572,9 +566,9 @@ class ZeRO0(ZeRO1):
     def place_of_rank(self):
         return 1, 0
 
-    def ready(self, unit, p):
+    def ready(self, p):
         assert self.now != "summed", "copies sum once a step: take more micro-batches, or zero=1"
-        super().ready(unit, p)
+        super().ready(p)
 
     def start_sum(self, unit):
         # partial -> replicated
@@ -592,7 +586,7 @@ LADDER = ZeRO0, ZeRO1, ZeRO2, ZeRO3
 
 def units_of_stage(stage, table, layers):
     """-> {axis: units}: of each layer, and of what comes before and after, what is not late."""
-    found = {"data": [], "peers": [], "replicas": []}
+    found = {"data": [], "replicas": []}
     for parameters, sites in units_of(stage, layers):
         for axis, units in found.items():
             unit = [p for p in parameters if axis in table[p].fate and not is_late(p, table[p])]
@@ -610,9 +604,9 @@ class SummingPipeline(SplitPipeline):
     B makes experts' gradients, W those of Linears: experts are summed in B, other units in W.
     """
 
-    def __init__(self, modules, mail):
+    def __init__(self, modules, mail, zeros_of):
         super().__init__(modules, mail)
-        self.zeros_of = {}  # {stage: {axis: ZeRO}}, without what is late; Hybrid fills it
+        self.zeros_of = zeros_of  # {stage: {axis: ZeRO}}, without what is late
         self.ending = []  # ZeROs whose last sum is under way
         # Linears that tp has not cut are split by now; the forward of a cut one calls its multiply
         for module in nn.ModuleList(modules.values()).modules():
@@ -622,27 +616,25 @@ class SummingPipeline(SplitPipeline):
                 module.multiply = partial(split_linear, bias=None)  # it adds its bias after the sum
 
     def end_sums(self):
-        while self.ending:
-            self.ending.pop().reduce()  # partial -> sharded
+        for zero in self.ending:
+            zero.reduce()  # partial -> sharded
+        self.ending = []
 
     def do(self, action, received, loss_of):
         self.end_sums()  # not in the action that begins them: what it makes is sent first
         kind, m, stage = action
-        zeros = []  # those whose sums begin in this action
         for axis, zero in self.zeros_of[stage].items():
             has_w = axis != "replicas" and (m, stage) in self.split
             completes = kind == ("W" if has_w else "B")
             each = isinstance(zero, ZeRO2)  # it sums in each micro-batch
             zero.sync = completes and (each or m == self.microbatches - 1)
-            if zero.sync:
-                zeros.append(zero)
         made = super().do(action, received, loss_of)
-        for zero in zeros:
+        self.ending = [zero for zero in self.zeros_of[stage].values() if zero.sync]
+        for zero in self.ending:
             # also what this copy's rows have not used: copies begin the same sums, in order, before
             # they wait for what other stages send
             while zero.pending:
                 zero.sum_next()
-            self.ending.append(zero)
         return made
 
 
@@ -1009,8 +1001,7 @@ def pieces(model, optimizer):
     """-> {parameter: [Piece]}: the boxes of the plain model's tensors that this rank holds"""
     from harness.checkpoint import of_cuts, of_stacks, pieces_of_units
 
-    named = [(row.name, p) for p, row in model.table.items()]
-    found = of_cuts(pieces_of_units(model.units, named, optimizer), model.tp)
+    found = of_cuts(pieces_of_units(model.units, model.named_parameters(), optimizer), model.tp)
     return of_stacks(found, model.ep.rank, moe.plain_name)
 
 

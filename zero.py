@@ -39,6 +39,7 @@ arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.
 At work: ZeroRedundancyOptimizer (stage 1, sends 3), fully_shard (3, or sends as 2), see part 4.
     torchrun --standalone --nproc_per_node=2 zero.py --stage 3
 """
+import weakref
 from collections import namedtuple
 from functools import partial
 
@@ -261,6 +262,8 @@ class ZeRO1:
         self.sync = True  # does the next backward begin sums? False: it only adds to gradients
         self.now = "zeroed"  # then "adding" gradients, "summed", "stepping", "stepped": for asserts
         self.units = []
+        self.unit_of = {}  # {parameter: its unit}
+        ready = weakref.WeakMethod(self.ready)  # a hook with self in it would keep it for ever
         for parameters, sites in units:
             guard(parameters, sites)  # only refuses
             unit = Unit(parameters, sites, *self.place_of_rank(), reduce_dtype)
@@ -270,7 +273,8 @@ class ZeRO1:
             self.units.append(unit)
             for p in parameters:
                 p.grad = None  # left from before: it is of no step here
-                p.register_post_accumulate_grad_hook(partial(self.ready, unit))
+                self.unit_of[p] = unit
+                p.register_post_accumulate_grad_hook(lambda p: ready()(p))
         self.parts = [part for unit in self.units for part in unit.parts]
         for part in self.parts:
             part.master.stepped_by = self  # for refuse_step
@@ -301,8 +305,9 @@ class ZeRO1:
         self.pending = self.units[::-1]  # not summed yet, in the order of summing: as backward goes
         self.arrived = set()  # parameters whose gradients of this backward are complete
 
-    def ready(self, unit, p):
+    def ready(self, p):
         """Autograd's call when p's gradient is complete: once in a backward, also if p is tied."""
+        unit = self.unit_of[p]
         refuse_gradient(self, unit, p)
         unit.make_buffer()
         unit.buffer[unit.spans[p]].add_(p.grad.flatten())

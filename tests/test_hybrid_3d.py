@@ -33,7 +33,7 @@ from others import (
 from pipeline_parallel import Chain, assert_carves, carve, homes, make_plans, split_layers
 from tensor_parallel import (
     ColumnLinear, RowLinear, SequenceParallel, TensorParallel, VocabEmbedding, cut_model, inside,
-    load_full_state_dict)
+    key_values, load_full_state_dict)
 from tools.ranks import TECHNIQUES
 
 FORMS = {
@@ -203,6 +203,7 @@ LLAMA = {
     "*.up_proj": ColumnLinear, "*.down_proj": RowLinear,
 }
 DENSE = {name: kind for name, kind in LLAMA.items() if not re.search("gate|up|down", name)}
+OF_RESTING = {"*.[kv]_proj": key_values(heads=1), **DENSE}
 # its blocks have a second argument
 CHAIN = Chain(first=["embed_tokens"], layers="layers", last=["norm", "lm_head"],
               call=lambda forward, x: forward(x, positions=torch.arange(T))["logits"])
@@ -230,7 +231,8 @@ class Rests(nn.Module):
 
 def make(tied=False, experts=False, rests=False, train=""):
     torch.manual_seed(0)
-    model = Llama(layers=8 if rests else 4, tied=tied)
+    sizes = dict(layers=8, kv_heads=1) if rests else dict(layers=4)
+    model = Llama(tied=tied, **sizes)
     for number, layer in enumerate(model.layers):
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             nn.init.normal_(norm.weight, 1, 0.1)
@@ -269,6 +271,12 @@ def plain(**kind):
         yield loss, gradients, state
 
 
+def plan_of(experts=False, rests=False, **_):
+    if rests:
+        return OF_RESTING
+    return DENSE if experts else LLAMA
+
+
 def wrap(layers, recompute):
     for layer in layers:
         layer.forward = partial(recompute, layer.forward)
@@ -305,7 +313,7 @@ def parallel(dp=1, tp=1, ep=1, pp=1, schedule="1f1b", sp=False, zero=0, recomput
     mesh = hybrid_3d.Mesh(plans, dp=dp, tp=tp, ep=ep)
     ranks = (SequenceParallel if sp else TensorParallel)(mesh.group["tp"])
     if tp > 1:
-        cut_model(model, ranks, DENSE if experts or kind.get("rests") else LLAMA)
+        cut_model(model, ranks, plan_of(**kind))
     if experts:
         share_out(model, mesh)
     if recompute:
