@@ -166,8 +166,6 @@ def attend_block(q, k, v, causal, is_same):
     one document? None: all are.
     -> the output, of q's shape, and lse: the log-sum-exp of each query's scores (B, H, queries).
     """
-    if has_kernel(q, is_same):
-        return kernel_forward(q, k, v, causal)  # see step 4: the same, without scores in memory
     q, k, v = grouped(k.shape[1], q, k, v)
     scores = scores_of(q, k, causal, is_same)
     lse = scores.logsumexp(-1)
@@ -189,8 +187,6 @@ def attend_block_backward(dout, q, out, lse, k, v, causal, is_same):
 
     out and lse are of attention to all blocks: exp(score - lse) is then the true probability.
     """
-    if has_kernel(q, is_same):
-        return kernel_backward(dout, q, out, lse, k, v, causal)
     dout, q, out, lse, k, v = grouped(k.shape[1], dout, q, out, lse, k, v)
     P = (scores_of(q, k, causal, is_same) - lse.unsqueeze(-1)).exp()
     dP = dout @ v.mT
@@ -297,7 +293,7 @@ class BlockwiseAttention(torch.autograd.Function):
         for source, kv in ranks.bring(own_kv):
             for i, j, *seen in ranks.pairs(source, documents):
                 k, v = kv[:, :, :, j]
-                block = attend_block(q[:, :, i], k, v, *seen)
+                block = fast_attend_block(q[:, :, i], k, v, *seen)  # see step 4
                 merge(out[:, :, i], lse[:, :, i], *block)
         out = out.to(q.dtype)
         ctx.ranks = ranks
@@ -316,7 +312,8 @@ class BlockwiseAttention(torch.autograd.Function):
                 for i, j, *seen in ctx.ranks.pairs(source, documents):
                     of_queries = [x[:, :, i] for x in (dout, q, out, lse)]
                     k, v = kv[:, :, :, j]
-                    block_dq, block_dk, block_dv = attend_block_backward(*of_queries, k, v, *seen)
+                    block = fast_attend_block_backward(*of_queries, k, v, *seen)
+                    block_dq, block_dk, block_dv = block
                     dq[:, :, i] += block_dq
                     dkv[0, :, :, j] += block_dk
                     dkv[1, :, :, j] += block_dv
@@ -406,7 +403,7 @@ class Zigzag(Ring):
     chunks_each = 2
 
 
-# 4. Kernels, which scaled_dot_product_attention hides: they make no scores, and return the lse.
+# 4. Step 1 by kernels, which scaled_dot_product_attention hides: they make no scores in memory.
 
 
 def has_kernel(q, is_same):
@@ -415,7 +412,9 @@ def has_kernel(q, is_same):
     return is_same is None and q.stride(-1) == 1 and (q.is_cpu or on_gpu)
 
 
-def kernel_forward(q, k, v, causal):
+def fast_attend_block(q, k, v, causal, is_same):
+    if not has_kernel(q, is_same):
+        return attend_block(q, k, v, causal, is_same)
     kernel = aten._scaled_dot_product_flash_attention_for_cpu
     if q.is_cuda:
         kernel = aten._scaled_dot_product_flash_attention
@@ -423,7 +422,9 @@ def kernel_forward(q, k, v, causal):
     return out, lse
 
 
-def kernel_backward(dout, q, out, lse, k, v, causal):
+def fast_attend_block_backward(dout, q, out, lse, k, v, causal, is_same):
+    if not has_kernel(q, is_same):
+        return attend_block_backward(dout, q, out, lse, k, v, causal, is_same)
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, dropout_p=0.0, is_causal=causal)
