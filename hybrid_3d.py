@@ -445,7 +445,8 @@ class Hybrid(nn.Module):
         self.parts = [part for each in self.zeros for part in each.parts]
 
     def make_zeros(self, here, layers, level, reduce_dtype):
-        """What sums gradients over copies, and cuts what they share -> SummingPipeline's."""
+        """What sums gradients over copies, and cuts what they share: self.late what is late, and
+        -> {stage: {axis: ZeRO}} the rest."""
         self.late = []
         late = [p for p, row in self.table.items() if p.requires_grad and is_late(p, row)]
         for axis in "ends", "peers", "data", "replicas":
