@@ -456,8 +456,9 @@ class Hybrid(nn.Module):
                     of_dtype[p.dtype].append(p)
             if of_dtype:
                 units = [(unit, [*self.stages]) for unit in of_dtype.values()]
+                # not over ZeRO-1: backwards only add to it, and it is summed once, in train_step
                 zero = LADDER[min(level, 1)](units, self.group[axis], reduce_dtype=reduce_dtype)
-                zero.sync = False  # backwards only add to it: it is summed once, in train_step
+                zero.sync = False
                 self.late.append(zero)
         self.zeros = [*self.late]
         zeros_of = {}
