@@ -243,7 +243,7 @@ class Slot:
     """What the graph holds in the place of a tensor."""
 
     def __init__(self, tensor):
-        self.shape = tensor.shape
+        self.kind = tensor.shape, tensor.dtype
         self.again = None  # a function that returns it, when forward has run again
 
 
@@ -296,7 +296,7 @@ class Rerun:
     def fill(self, hooks, tensor):
         """The pack of the second run."""
         slot = self.slots.pop(0)  # from now on the graph alone has it, which frees it after use
-        assert tensor.shape == slot.shape, (
+        assert (tensor.shape, tensor.dtype) == slot.kind, (
             "forward saved other tensors when it ran again: has it a cache, a counter?")
         slot.again = keep(tensor.detach(), hooks)
         if not self.slots:
@@ -333,8 +333,9 @@ def selective(forward, *inputs, **keywords):
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
-    pack = partial(keep_or_recipe, hooks=hooks_around())
-    with saved_tensors_hooks(pack, lambda again: again()), WriteRecipes():
+    writer = WriteRecipes()
+    pack = partial(keep_or_recipe, hooks=hooks_around(), writer=writer)
+    with saved_tensors_hooks(pack, lambda again: again()), writer:
         return forward(*inputs, **keywords)
 
 
@@ -349,7 +350,7 @@ class WriteRecipes(TorchDispatchMode):
         # gradients are off within autograd Functions, where other collectives may write unseen
         if op in CHEAP and torch.is_grad_enabled():
             # autograd packs the very tensor that comes out here, and with it what is noted on it
-            main_output(outputs).recipe = Recipe(make, inputs)
+            main_output(outputs).recipe = Recipe(make, inputs, self)
         return outputs
 
 
@@ -360,8 +361,9 @@ def main_output(outputs):  # norms return their statistics besides
 class Recipe:
     """Makes the result of a cheap operation again, in whose place it is kept."""
 
-    def __init__(self, make, inputs):
+    def __init__(self, make, inputs, writer):
         self.make = make
+        self.writer = writer
         # [(input, its version)] until something keeps the recipe; some are no tensors
         self.read = [(x, getattr(x, "_version", 0)) for x in inputs]
         self.kept = []  # from then on: functions that return the inputs
@@ -377,13 +379,14 @@ class Recipe:
         return self.result
 
 
-def keep_or_recipe(x, hooks):
-    """The pack of selective -> x's recipe; x kept, if it has none, or if x or what it is made of
-    was changed in place since."""
+def keep_or_recipe(x, hooks, writer):
+    """The pack of selective -> x's recipe; x kept, if it has none of this call (a block that `full`
+    runs again has no others), or if x or what it is made of was changed in place since."""
     recipe = getattr(x, "recipe", None)
-    if recipe is None or x._version > 0 or recipe.is_outdated():
+    is_own = recipe is not None and recipe.writer is writer
+    if not is_own or x._version > 0 or recipe.is_outdated():
         return keep(x, hooks)
-    recipe.kept += [keep_or_recipe(y, hooks) for y, _ in recipe.read]
+    recipe.kept += [keep_or_recipe(y, hooks, writer) for y, _ in recipe.read]
     recipe.read = []  # nothing is kept twice, and what is not kept need not stay alive
     return recipe
 
