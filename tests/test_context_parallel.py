@@ -17,7 +17,9 @@ from common import FORMS, GPTConfig, adamw, attend, build
 from conftest import (
     ROOT, alone, check_bug_shows, check_each, check_equal, check_refused, copied, dry_run_agrees,
     idea, rewritten, run_ranks, textbook, with_transformers)
-from context_parallel import KINDS, AllGather, Ulysses, Zigzag
+from context_parallel import (
+    KINDS, AllGather, Ulysses, Zigzag, attend_block, attend_block_backward, fast_attend_block,
+    fast_attend_block_backward)
 from others import Llama, compare, gradients_of, loss_sum, micro_batches, trained
 
 LLAMA = ("--model", "llama-toy")
@@ -121,16 +123,13 @@ def test_formulas_are_what_kernels_compute(dtype, gap):
     q, dout = [torch.randn(2, 6, 8, 5, generator=rng).to(dtype) for _ in range(2)]
     k, v = [torch.randn(2, 3, 5, 5, generator=rng).to(dtype) for _ in range(2)]
 
-    def both(q, kind=""):
-        of_kind = [getattr(context_parallel, kind + name)
-                   for name in ("attend_block", "attend_block_backward")]
-        out, lse = of_kind[0](q, k, v, False, None)
-        inputs = (dout, q, out.to(dtype), lse, k, v)
-        return out, lse, *of_kind[1](*inputs, False, None)
+    def both(q, forward=fast_attend_block, backward=fast_attend_block_backward):
+        out, lse = forward(q, k, v, False, None)
+        return out, lse, *backward(dout, q, out.to(dtype), lse, k, v, False, None)
 
-    kernels = both(q, "fast_")
-    apart = both(q.mT.contiguous().mT, "fast_")  # for which a kernel would read other numbers
-    for formula, *others in zip(both(q), kernels, apart):
+    formulas = both(q, attend_block, attend_block_backward)
+    apart = both(q.mT.contiguous().mT)  # for which a kernel would read other numbers
+    for formula, *others in zip(formulas, both(q), apart):
         for other in others:
             torch.testing.assert_close(other.float(), formula.float(), rtol=0, atol=gap)
 

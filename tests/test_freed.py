@@ -19,14 +19,8 @@ CHAIN = Chain(first=["embed_tokens"], layers="layers", last=["norm", "lm_head"],
               call=lambda forward, x: forward(x)["logits"])
 
 
-def of_ddp(model):
-    wrapper = ddp.BucketedDDP(model)
-    llama_loss(wrapper, *whole_batch(0)).backward()
-    return wrapper
-
-
-def of_fsdp(model):
-    wrapper = fsdp.FSDP(model, model.layers)
+def of_wrapper(model, wrap):
+    wrapper = wrap(model)
     llama_loss(wrapper, *whole_batch(0)).backward()
     return wrapper
 
@@ -48,8 +42,8 @@ def of_hybrid(model, level):
     return hybrid
 
 
-CASES = ((of_ddp,), (of_fsdp,), *[(of_zero, stage) for stage in (1, 2, 3)],
-         *[(of_hybrid, level) for level in (0, 1, 3)])
+CASES = ((of_wrapper, ddp.BucketedDDP), (of_wrapper, lambda model: fsdp.FSDP(model, model.layers)),
+         *[(of_zero, stage) for stage in (1, 2, 3)], *[(of_hybrid, level) for level in (0, 1, 3)])
 
 
 def check_freed():
