@@ -643,14 +643,14 @@ class SummingPipeline(SplitPipeline):
 # ---- 2.6 schedules with Ws: a backward in two parts, of what tp has cut ----
 
 
-def split_columns(tp, x, *parameters):
+def split_columns(tp, x, *weights):
     """ColumnParallel. Its own backward is W: it gathers x again. Nothing hides B's sum over tp."""
 
     def gradient_of_x(*dys):
-        summand = tensor_parallel.input_gradient(dys, parameters[::2])
+        summand = tensor_parallel.input_gradient(dys, weights)
         return tp.reduce(summand)()  # partial -> replicated or sharded(T)
 
-    return split(partial(ColumnParallel.apply, tp), gradient_of_x, x, *parameters)
+    return split(partial(ColumnParallel.apply, tp), gradient_of_x, x, *weights)
 
 
 # ---- 2.7 mistakes that nobody would see ----

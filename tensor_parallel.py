@@ -216,21 +216,17 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # whole           -           all-reduce dx                     all-reduce      -
 # cut along T     all-gather  all-gather x, reduce-scatter dx   reduce-scatter  all-gather
 #
-# The first is TensorParallel, the second SequenceParallel (--sp). Its f's backward gathers x again,
-# which is not kept.
+# The first is TensorParallel, the second SequenceParallel (--sp).
 
-# Of a parameter that is cut:
-# dim         along which
-# plain_size  of the plain parameter along dim
+# how a parameter is cut: along dim, of which the plain one has plain_size
 Cut = namedtuple("Cut", "dim plain_size")
 
 
 class TensorParallel:
     """The ranks that share a model, how x goes inside and out, and a record of what they have cut.
 
-    Outside, x is whole on every rank (Shoeybi 2019, fig. 3). In shapes, tp means tp.size. gather,
-    for what goes inside, and reduce, for summands on their way out, begin a collective: each
-    returns wait, a function that returns the result. SequenceParallel has others.
+    Outside, x is whole on every rank (Shoeybi 2019, fig. 3). In shapes, tp means tp.size. gather
+    and reduce begin a collective, and return wait, a function that returns the result.
     """
 
     cuts_x = False  # is x outside cut along T? In SequenceParallel it is
@@ -255,12 +251,6 @@ class TensorParallel:
         """How much of it a rank gets. The last ones get less, or nothing, if it is not even."""
         return math.ceil(plain_size / self.size)
 
-    def cut(self, p, dim):
-        """This rank keeps its piece of p. p is the same object, and keeps its names and ties."""
-        if p is not None and p not in self.cuts:  # a tied one is cut already
-            self.cuts[p] = Cut(dim, p.shape[dim])
-            p.data = shard(p.data, self.cuts[p], self)
-
 
 class SequenceParallel(TensorParallel):
     """Outside, x is cut along T, dim -2, which tp must divide (Korthikanti 2022, fig. 5).
@@ -282,8 +272,6 @@ class SequenceParallel(TensorParallel):
 
     def reduce(self, y):
         """Summands (.., T, C) -> this rank's piece (.., T/tp, C) of their sum."""
-        T = y.shape[-2]
-        assert T % self.size == 0, f"T is {T}: SequenceParallel wants a multiple of {self.size}"
         pieces = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # (tp, .., T/tp, C)
         x = torch.empty_like(pieces[0])
         flat = pieces.flatten(0, 1)
@@ -301,9 +289,8 @@ def shard(t, cut, tp):
     """A whole tensor -> this rank's piece."""
     assert t.shape[cut.dim] == cut.plain_size, f"{tuple(t.shape)}: not {cut.plain_size} to cut"
     each = tp.each(cut.plain_size)
-    first = min(tp.rank * each, cut.plain_size)
-    piece = t.narrow(cut.dim, first, min(each, cut.plain_size - first))
-    return piece.clone(memory_format=torch.contiguous_format)
+    rows = t.movedim(cut.dim, 0)[tp.rank * each:(tp.rank + 1) * each]  # fewer where t ends
+    return rows.movedim(0, cut.dim).clone(memory_format=torch.contiguous_format)
 
 
 class ToOutside(torch.autograd.Function):
@@ -326,51 +313,38 @@ class ToOutside(torch.autograd.Function):
 
 
 class ColumnParallel(torch.autograd.Function):
-    """f, and the Linears that share it, cut by columns: x -> (.., T, out/tp) of each."""
+    """f, and the matrices that share it, cut by columns: x -> (.., T, out/tp) of each."""
 
     @staticmethod
-    def forward(ctx, tp, x, *parameters):
-        """parameters: weight, bias, weight, bias, .. A bias may be None."""
+    def forward(ctx, tp, x, *weights):
         ctx.tp = tp
-        ctx.save_for_backward(x, *parameters)  # not the gathered x: backward gathers it again
+        ctx.save_for_backward(x, *weights)  # not the gathered x: backward gathers it again
         whole = tp.gather(x)()  # replicated or sharded(T) -> replicated
-        pairs = zip(parameters[::2], parameters[1::2])
-        return tuple(F.linear(whole, weight, bias) for weight, bias in pairs)
+        return tuple(F.linear(whole, weight) for weight in weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
         """Start x's gather, make dx, start its sum, make weights' gradients, wait for dx."""
-        x, *parameters = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors
         trains = any(ctx.needs_input_grad[2:])
         wait_for_x = ctx.tp.gather(x) if trains else None  # replicated or sharded(T) -> replicated
         wait_for_dx = None
-        gradients = [None] * len(parameters)
+        gradients = [None] * len(weights)
         if ctx.needs_input_grad[1]:  # partial -> replicated or sharded(T)
-            wait_for_dx = ctx.tp.reduce(input_gradient(dys, parameters[::2]))
+            wait_for_dx = ctx.tp.reduce(input_gradient(dys, weights))
         if trains:
-            gradients = weight_gradients(wait_for_x(), dys, parameters[1::2])
+            whole = wait_for_x().flatten(0, -2)  # (N, C)
+            gradients = [dy.flatten(0, -2).t() @ whole for dy in dys]
         return None, wait_for_dx and wait_for_dx(), *gradients
 
 
 def input_gradient(dys, weights):
-    """This rank's summand of dx: the sum of dy @ weight over the Linears that share f."""
-    first, *others = [dy.flatten(0, -2) for dy in dys]  # (N, out/tp)
-    dx = first @ weights[0]
-    for dy, weight in zip(others, weights[1:]):
-        dx.addmm_(dy, weight)
-    return dx.unflatten(0, dys[0].shape[:-1])  # (.., T, C)
-
-
-def weight_gradients(x, dys, biases):
-    """x (.., T, C) -> the gradients of weight, bias, weight, bias, .."""
-    x = x.flatten(0, -2)  # (N, C)
-    gradients = []
-    for dy, bias in zip(dys, biases):
-        dy = dy.flatten(0, -2)  # (N, out/tp)
-        gradients.append(dy.t() @ x)
-        gradients.append(None if bias is None else dy.sum(0))
-    return gradients
+    """This rank's summand of dx: the sum of dy @ weight over the matrices that share f."""
+    dx = dys[0] @ weights[0]  # (.., T, C)
+    for dy, weight in zip(dys[1:], weights[1:]):
+        dx.view(-1, dx.shape[-1]).addmm_(dy.flatten(0, -2), weight)
+    return dx
 
 
 # ---- modules that take the places of plain ones
@@ -383,12 +357,17 @@ class CutModule(nn.Module):
 
     def __init__(self, plain, tp):
         super().__init__()
-        refuse_options(plain)
+        is_plain = type(plain) in (nn.Linear, nn.Embedding)
+        assert is_plain and getattr(plain, "padding_idx", None) is None, (
+            f"{plain}: only a plain Linear or Embedding can be cut.")
         self.tp = tp
         self.weight = plain.weight
         self.bias = getattr(plain, "bias", None)
         for name, dim in self.dims.items():
-            tp.cut(getattr(self, name), dim)
+            p = getattr(self, name)
+            if p is not None and p not in tp.cuts:  # a tied one is cut already
+                tp.cuts[p] = Cut(dim, p.shape[dim])
+                p.data = shard(p.data, tp.cuts[p], tp)  # p stays, and with it names and ties
 
 
 class ColumnLinear(CutModule):
@@ -406,14 +385,14 @@ class ColumnLinear(CutModule):
 
 def columns(x, *linears):
     """Linears that read the same x share an f: q, k, v = columns(x, attn.q, attn.k, attn.v)."""
-    operands = [x]
-    for linear in linears:
-        operands += linear.operands()
+    weights, biases = zip(*[linear.operands() for linear in linears])
+    operands = [x, *weights]
     # F.linear would cast by itself, but backward multiplies what was saved: so cast before
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        operands = [None if t is None else t.to(dtype) for t in operands]
-    return linears[0].multiply(linears[0].tp, *operands)
+        operands = [t.to(dtype) for t in operands]
+    ys = linears[0].multiply(linears[0].tp, *operands)
+    return [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(ys, biases)]
 
 
 class RowLinear(CutModule):
@@ -429,8 +408,7 @@ class RowLinear(CutModule):
 
 
 class VocabEmbedding(CutModule):
-    """An Embedding cut by words, and g: token ids (.., T) -> x. Ids that are no word raise, or get
-    zeros."""
+    """An Embedding cut by words, and g: token ids (.., T) -> x."""
 
     dims = {"weight": 0}
 
@@ -482,9 +460,7 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
     """
     words = tp.each(vocab)
     here = min(words, vocab - tp.rank * words)  # on the last rank fewer
-    assert logits.shape[-1] == here > 0, (
-        f"{logits.shape[-1]} columns on rank {tp.rank} of {tp.size} for {vocab} words: is the head "
-        "cut, and has each rank a word?")
+    assert logits.shape[-1] == here > 0, f"logits of {here} words are wanted: is the head cut?"
     wide = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.flatten(0, -2).to(wide)  # (N, V/tp)
     targets = targets.flatten()
@@ -507,7 +483,7 @@ def cut_model(model, tp, plan):
 
     plan: {pattern for names of modules: kind}. A * matches dots, too, and of two patterns that
     match the first one counts. kind(module, tp) -> what takes its place: ColumnLinear, inside, ..
-    or yours. Hooks of what is replaced are lost.
+    or yours. Hooks and other forwards of what is replaced are lost.
     """
     for t in model.state_dict(keep_vars=True).values():
         if not t.is_meta and t not in tp.cuts:  # in the cuts: by a cut_model before
@@ -533,8 +509,7 @@ def is_summand(p, tp):
 
 
 def sum_gradients(model, tp):
-    """Once a step, after the last backward: sum those gradients that are a summand on each rank, by
-    one all-reduce for all of them."""
+    """Once a step, after the last backward: one all-reduce of all gradients that are summands."""
     trained = [p for p in model.parameters() if p.grad is not None]
     assert trained, "no gradients: if ZeRO or FSDP has them, take hybrid_3d.py, which sums those"
     gradients = [p.grad for p in trained if is_summand(p, tp)]
@@ -580,15 +555,14 @@ def full_state_dict(model, tp):
 
 
 def full_gradients(model, tp):
-    """After sum_gradients -> {the plain model's name: whole gradient} of parameters that have one,
-    on every rank."""
+    """After sum_gradients -> {the plain model's name: whole gradient, if any}, on every rank."""
     trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
     return {name: unshard(p.grad, tp.cuts.get(p), tp) for name, p in trained.items()}
 
 
 def load_full_state_dict(model, tp, state):
-    """full_state_dict's inverse. state[name] is a whole tensor. If state reads it from a file when
-    it is asked, a rank never has the whole model. What else it has, of other stages, is left there.
+    """full_state_dict's inverse. state[name] is a whole tensor: if it is read from a file when it
+    is asked for, a rank never has the whole model. Names that the model lacks are left there.
 
     A model that was cut on the meta device gets its memory here, on the device of state[name]; not
     by to_empty() or load_state_dict(assign=True): of other parameters tp knows nothing.
@@ -607,22 +581,9 @@ def load_full_state_dict(model, tp, state):
             torch.utils.swap_tensors(t, piece)  # t stays, and with it names and ties
         else:
             t.data.copy_(piece)
-    left = [name for name, t in model.named_buffers() if t.is_meta]
-    assert not left, f"{left} are in no state_dict: make them on a device yourself"
 
 
 # ---- mistakes that nobody would see
-
-
-OPTIONS = "padding_idx", "max_norm", "scale_grad_by_freq", "sparse"  # of an nn.Embedding
-
-
-def refuse_options(plain):
-    options = [getattr(plain, name, None) for name in OPTIONS]
-    has_none = all(option is None or option is False for option in options)
-    is_plain = type(plain) in (nn.Linear, nn.Embedding) and "forward" not in vars(plain)
-    is_plain = is_plain and "weight" in plain._parameters  # not computed, as by spectral_norm
-    assert is_plain and has_none, f"{plain}: only a plain Linear or Embedding can be cut."
 
 
 def refuse_silent_mistakes(model, tp):
@@ -658,8 +619,7 @@ def assert_same(tensors, group):
 
 class FewHeads(ColumnLinear):
     """k or v of fewer heads than ranks: it stays whole, is used inside, and ranks in a row read the
-    same head. So each of 8 ranks keeps all of Qwen3-235B-A22B's k and v (4 heads): 394M elements,
-    of which it reads 99M.
+    same head. So each of 8 ranks keeps 4 heads, and reads one, of Qwen3-235B-A22B's k and v.
     """
 
     dims = {}
@@ -677,8 +637,7 @@ def key_values(heads):
     """For a plan: k and v of so many heads, where tp divides heads, or heads divides tp."""
 
     def kind(plain, tp):
-        assert heads % tp.size == 0 or tp.size % heads == 0, (
-            f"{tp.size} ranks for {heads} heads of keys and values")
+        assert heads % tp.size == 0 or tp.size % heads == 0, f"{heads} heads on {tp.size} ranks"
         return ColumnLinear(plain, tp) if heads >= tp.size else FewHeads(plain, tp, heads)
 
     return kind

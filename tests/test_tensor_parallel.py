@@ -141,11 +141,14 @@ def check_order():
             wait = super().reduce(*args)
             return lambda: events.append("sum ends") or wait()
 
-    make = code.weight_gradients
-    code.weight_gradients = lambda *operands: events.append("weights") or make(*operands)
+        def gather(self, x):
+            return lambda: events.append("x is read") or x
+
     x = torch.ones(2, 4, requires_grad=True)
-    code.ColumnLinear(nn.Linear(4, 8), Watched())(x).sum().backward()
-    assert events == ["sum begins", "weights", "sum ends"]
+    y = code.ColumnLinear(nn.Linear(4, 8), Watched())(x)
+    events.clear()
+    y.sum().backward()
+    assert events == ["sum begins", "x is read", "sum ends"]
 
 
 def check_loss():
@@ -202,24 +205,17 @@ def check_in_turn():
 
 def check_refusals():
     tp = section.TensorParallel()
-    for option, value in ("padding_idx", 0), ("max_norm", 1.0), ("scale_grad_by_freq", True):
-        model = Llama()
-        setattr(model.embed_tokens, option, value)
-        refuses(f"{option}={value}.*: only a plain", section.cut_model, model, tp, plan(2))
-    adapted = Llama()
-    adapted.lm_head.forward = torch.relu  # somebody has replaced it
+    padded = Llama()
+    padded.embed_tokens.padding_idx = 0
     scaled = Llama()
     scaled.embed_tokens = type("Scaled", (nn.Embedding,), {})(8, 12)
-    normed = Llama()
-    nn.utils.spectral_norm(normed.lm_head)  # its weight is computed
     for words, cuts, model in [
         ("called nowhere.*", {"nowhere.*": section.ColumnLinear}, Llama()),
         ("q_proj, or none is left", {"*.q_proj": section.ColumnLinear,
                                      "*.0.*.q_proj": section.RowLinear}, Llama()),
         ("Scaled.*: only a plain", plan(2), scaled),
-        ("out_features=29.*: only a plain", plan(2), adapted),
-        ("out_features=29.*: only a plain", plan(2), normed),
-        ("2 ranks for 3 heads of keys and values", plan(3), Llama()),
+        ("padding_idx=0.*: only a plain", plan(2), padded),
+        ("3 heads on 2 ranks", plan(3), Llama()),
         ("layers.0.mlp.drop_inside: ranks would draw", {}, Llama(dropout=0.1)),
         (r"embed_tokens shares \['weight'\]", {"lm_head": section.ColumnLinear}, Llama(tied=True)),
     ]:
@@ -230,8 +226,6 @@ def check_refusals():
     larger = Llama().state_dict()
     larger["lm_head.weight"] = torch.ones(32, 12)  # a padded vocabulary
     refuses("not 29 to cut", section.load_full_state_dict, model, tp, larger)
-    one = {**Llama().state_dict(), "norm.weight": torch.ones(1)}
-    refuses(r"norm.weight: \(1,\), not \(12,\)", section.load_full_state_dict, model, tp, one)
     code = idea("tensor_parallel")
     with pytest.raises(AssertionError, match="on 2 ranks"):  # else ids would be found twice
         code.cut_by_name(Llama(), {"embed_tokens": code.vocab_embedding}, tp.group)
@@ -251,15 +245,6 @@ def check_alike():
         backward(model(BATCH[0]), BATCH[1], tp)
         section.sum_gradients(model, tp)
         refuses(f"{name} differs between ranks", section.assert_alike, model, tp)
-
-
-def check_left_on_meta():
-    """What no state_dict has is named."""
-    model = nn.ModuleDict({"k": nn.Linear(8, 8)})
-    tp = section.TensorParallel()
-    model.register_buffer("angles", torch.ones(2, device="meta"), persistent=False)
-    with pytest.raises(AssertionError, match="angles.* are in no state_dict"):
-        section.load_full_state_dict(model, tp, nn.ModuleDict({"k": nn.Linear(8, 8)}).state_dict())
 
 
 def test_copy():
@@ -315,7 +300,7 @@ def check_idea(*bug):
 
 
 @pytest.mark.parametrize("world, check", [
-    (4, check_idea), (2, check_parts), (2, check_alike), (1, check_left_on_meta)])
+    (4, check_idea), (2, check_parts), (2, check_alike)])
 def test_parts(world, check):
     """The idea trains as the plain model does, too; what would be silently wrong raises."""
     run_ranks(check, world)
@@ -344,7 +329,7 @@ BUGS = [  # and where they show, if not in check_bug's usual case
     ("x = ToOutside.apply(summand, self.tp)", "x = summand"),  # g
     ("self.multiply(y, self.weight)", "self.multiply(y, self.weight, self.bias)"),
     (".masked_fill(~here.unsqueeze(-1), 0)  # (.., T, C)", ""),
-    ("else dy.sum(0))", "else 0 * dy.sum(0))"),
+    ("else y + bias.to(y.dtype)", "else y"),
     ("targets.unsqueeze(1), words, tp.rank)", "targets.unsqueeze(1), logits.shape[1], tp.rank)"),
     ("self.tp.each(self.tp.cuts[self.weight].plain_size)", "len(self.weight)"),
     ("dist.all_reduce(sums, group=tp.group)", "pass"),
