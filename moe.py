@@ -215,8 +215,6 @@ class MoE(nn.Module):
     route     (logits, bias) -> chosen, gates, probs: softmax_route with its options, or another
     ep        group of the ranks that share out the experts; each brings its own tokens
     shared    a module that every token visits besides, with its gate if it has one, or None
-    everyone  group of the ranks whose tokens are balanced together, in a pipeline those with the
-              same stages (hybrid_3d.py sets it); None: the world
     alpha     factor of Switch's balancing loss, such as 0.01 (transformers pools its L layers: of
               its router_aux_loss_coef about K/L). Each rank adds its own part, and the model's loss
               does not show it, step_biases does. With M micro-batches in a step give alpha/M;
@@ -224,11 +222,14 @@ class MoE(nn.Module):
     beta      likewise of ST-MoE's z-loss, such as 1e-3
     gamma     by how much step_biases moves a bias, such as 1e-3
 
-    It communicates: all ranks of `ep` and `everyone` must call it, even in evaluation.
+    It communicates: all ranks of ep and of `everyone` must call it, even in evaluation.
     """
 
-    def __init__(self, router, experts, route, ep, *, shared=None, everyone=None, alpha=0.0,
-                 beta=0.0, gamma=0.0):
+    # group of the ranks whose tokens are balanced together, in a pipeline those with the same
+    # stages (hybrid_3d.py sets it); None: the world
+    everyone = None
+
+    def __init__(self, router, experts, route, ep, *, shared=None, alpha=0.0, beta=0.0, gamma=0.0):
         super().__init__()
         E = len(experts.up.weight) * ep.size()
         assert router.out_features == E, f"MoE: {router.out_features} logits for {E} experts"
@@ -238,7 +239,6 @@ class MoE(nn.Module):
         self.route = route
         self.ep = ep
         self.shared = shared
-        self.everyone = everyone
         self.alpha = alpha
         self.beta = beta
         self.gamma = gamma
@@ -479,8 +479,8 @@ def full_state_dict(model, ep):
     """-> {name: whole tensor} of a model whose experts are numbered: router, experts.5.up, ..;
     those of a layer are views of one tensor. Besides, each layer's bias_units, which a plain model
     has not. All ranks must call it. Of a model that is too large for one device gather one stack
-    after the other: gather_experts({name: tensor}, ep)."""
-    return gather_experts(model.state_dict(), ep)
+    after the other: one_by_one({name: tensor}, ep)."""
+    return one_by_one(model.state_dict(), ep)
 
 
 def load_full_state_dict(model, ep, state):
@@ -505,27 +505,21 @@ def load_full_state_dict(model, ep, state):
     model.load_state_dict(mine)
 
 
-def gather_experts(tensors, ep):
-    """{name: tensor here} -> {name: whole tensor}, of a stack one for each expert."""
-    whole = dict(tensors)
+def one_by_one(tensors, ep=None):
+    """Stacks of experts' weights -> an entry for each expert, as the plain model has them. ep: the
+    group that shares out the stacks; None: they are whole."""
+    found = {}
     for name, tensor in tensors.items():
-        if is_stack(name):
+        if not is_stack(name):
+            found[name] = tensor
+            continue
+        if ep is not None:
             here = tensor.detach().contiguous()
             of_ranks = [torch.empty_like(here) for _ in range(ep.size())]
             dist.all_gather(of_ranks, here, group=ep)  # sharded(0) -> replicated
-            whole[name] = torch.cat(of_ranks)
-    return one_by_one(whole)
-
-
-def one_by_one(tensors):
-    """Stacks of experts' weights -> an entry for each expert, as the plain model has them."""
-    found = {}
-    for name, tensor in tensors.items():
-        if is_stack(name):
-            for e, of_expert in enumerate(tensor):
-                found[plain_name(name, e)] = of_expert
-        else:
-            found[name] = tensor
+            tensor = torch.cat(of_ranks)
+        for e, of_expert in enumerate(tensor):
+            found[plain_name(name, e)] = of_expert
     return found
 
 
@@ -759,16 +753,17 @@ def parallelize_idea(model, ep):
 def full_gradients(model, ep):
     """-> {name: whole tensor}, after a step's sums, of parameters that have a gradient."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return gather_experts(in_stacks(gradients), ep)
+    return one_by_one(in_stacks(gradients), ep)
 
 
 def in_stacks(tensors):
     """The idea's experts, numbered from 0 on -> stacks, such as a MoE has already."""
-    found = dict(tensors)
+    found = {}
     for name, tensor in tensors.items():
         stack = re.sub(r"\.experts\.\d+", ".experts", name)
-        if stack != name:
-            del found[name]
+        if stack == name:
+            found[name] = tensor
+        else:
             found.setdefault(stack, []).append(tensor)
     return {name: torch.stack(t) if isinstance(t, list) else t for name, t in found.items()}
 
@@ -893,7 +888,7 @@ def set_up(run, impl, replicas, ep):
     return run.side(
         model, optimizer, partial(step, replicas=replicas, ep=ep),
         full_gradients=partial(full_gradients, model, ep),
-        full_state_dict=lambda: gather_experts(in_stacks(model.state_dict()), ep),
+        full_state_dict=lambda: one_by_one(in_stacks(model.state_dict()), ep),
         pieces=lambda: of_stacks(pieces_of(named, optimizer), ep.rank(), plain_name),
         extra=lambda: {"bias_units": [layer.bias_units.tolist() for layer in layers_of(model)]})
 

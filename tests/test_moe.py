@@ -285,7 +285,7 @@ def train_both(section, plain, step, ep_size, recompute=False):
         is_idea = not hasattr(section, "broadcast_parameters")
         gradients = moe.full_gradients(model, ep)
         if is_idea:
-            state = moe.gather_experts(moe.in_stacks(model.state_dict()), ep)
+            state = moe.one_by_one(moe.in_stacks(model.state_dict()), ep)
         else:
             state = section.full_state_dict(model, ep)
         compare({"loss": total, "norm": norm, "gradients": gradients, "state": state}, wanted)
