@@ -528,12 +528,12 @@ class Hybrid(nn.Module):
     def load_full_state_dict(self, state):
         """full_state_dict's inverse. state: {name: whole tensor}, the same on all ranks. What is
         tied goes by its name in the first stage."""
-        for stage in self.stages:
-            mine = {}
-            for name, t in stage.state_dict(keep_vars=True).items():
-                known = self.table[t].name if t in self.table else name
-                mine[name] = self.shard(t, state[known])
-            load_parts(stage, self, mine)
+        mine = {}
+        for name, t in self.stages.state_dict(keep_vars=True).items():
+            _, _, of_model = name.partition(".")  # without the stage's place here
+            known = self.table[t].name if t in self.table else of_model
+            mine[name] = self.shard(t, state[known])
+        load_parts(self.stages, self, mine)
 
     def refuse(self, *_, **__):
         raise RuntimeError("pieces, without masters: take full_state_dict, load_full_state_dict")

@@ -126,12 +126,10 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 #                                  6.7 MB held, but 3.4 MB sent -> 5.1
 
 
-# What a rank steps of a parameter p: p.flatten()[first:first + len(value)].
-# value    these numbers, in its unit's shard
-# grad     their gradients, in its unit's grad
-# master   the nn.Parameter that the optimizer steps: it has value's memory; where the optimizer is
-#          offloaded, or value is bf16, it is a copy on the CPU, or in fp32
-Part = namedtuple("Part", "parameter first value grad master")
+# What a rank steps of a parameter.
+# here           where it is in its unit's shard, grad and masters
+# grad, master   unit.grad[here], and the nn.Parameter that the optimizer steps: unit.masters[here]
+Part = namedtuple("Part", "parameter here grad master")
 
 
 class Unit:
@@ -143,7 +141,7 @@ class Unit:
 
         shard     this rank's chunk of the parameters, (chunk,)
         grad      its chunk of the whole batch's gradient
-        masters   shard as the optimizer steps it: in fp32 or wider
+        masters   what the optimizer steps: shard itself, or a copy in fp32, or on the CPU
         parts     of shard, grad and masters: what is of one parameter, see Part
 
     What each stage cuts shows in which of these have memory, and when:
@@ -166,8 +164,7 @@ class Unit:
         self.full = parameters[0].new_zeros(size + -size % ranks)  # with padding
         self.chunk = len(self.full) // ranks  # numbers in a chunk
         self.mine = slice(rank * self.chunk, (rank + 1) * self.chunk)  # in full and in buffer
-        self.places = self.views(self.full)  # {parameter: its view of full}
-        for p, place in self.places.items():
+        for p, place in self.views(self.full).items():
             place.copy_(p.detach())
             p.data = place
         self.shard = self.full[self.mine]
@@ -197,26 +194,18 @@ class Unit:
             low = max(span.start, self.mine.start)
             high = min(span.stop, self.mine.stop)
             if low < high:  # the numbers of p from low to high in full are in this rank's chunk
-                here = slice(low - self.mine.start, high - self.mine.start)  # in shard and grad
+                here = slice(low - self.mine.start, high - self.mine.start)
                 master = nn.Parameter(self.masters[here])
-                self.parts.append(
-                    Part(p, low - span.start, self.shard[here], self.grad[here], master))
+                self.parts.append(Part(p, here, self.grad[here], master))
 
     # -- full
 
     def gather(self, group):
-        """Begins to gather full, unless it is here or on its way."""
-        memory = self.full.untyped_storage()
-        if memory.nbytes() == 0:
-            memory.resize_(self.full.nbytes)
-            for p, place in self.places.items():
-                # By .data p gets full's memory, but not its version counter, by which autograd
-                # would take each gather for a change of p, and refuse to go backward.
-                p.data = place
-            own = self.full[self.mine]
-            own.copy_(self.shard)  # which may be on the CPU
-            # sharded -> replicated, in place
-            self.gathering = all_gather(self.full, own, group=group, async_op=True)
+        """Begins to make full of all ranks' shards."""
+        own = self.full[self.mine]
+        own.copy_(self.shard)  # which may be own itself, or on the CPU
+        # sharded -> replicated, in place
+        self.gathering = all_gather(self.full, own, group=group, async_op=True)
 
     def wait(self):
         """After this the parameters can be used. On GPUs the stream waits for it, not the host."""
@@ -224,14 +213,27 @@ class Unit:
             self.gathering.wait()
             self.gathering = None
 
+    # -- ZeRO3's: full has no memory between uses
+
+    def fetch(self, group):
+        """Begins to gather, unless full is here or on its way."""
+        memory = self.full.untyped_storage()
+        if memory.nbytes() == 0:
+            memory.resize_(self.full.nbytes)
+            for p, place in self.views(self.full).items():
+                # By .data p gets full's memory, but not its version counter, by which autograd
+                # would take each gather for a change of p, and refuse to go backward.
+                p.data = place
+            self.gather(group)
+
     def free(self):
         """Memory goes from under all views of full, also those that autograd keeps for backward."""
         self.wait()  # not while a collective writes into it
-        self.full.untyped_storage().resize_(0)
-        for p, place in self.places.items():
+        for p in self.shapes:
             # Empty, but with as many dims as before (a scalar gets one): autograd wants a gradient
             # to have as many, and users make groups by p.dim()
-            p.data = torch.atleast_1d(place)[:0]
+            p.data = torch.atleast_1d(p.data)[:0]
+        self.full.untyped_storage().resize_(0)
 
 
 class ZeRO1:
@@ -295,7 +297,7 @@ class ZeRO1:
     # -- gradients: a unit's are summed while backward makes those of the unit before it
 
     def zero_grad(self):
-        self.assert_summed()
+        assert self.now != "adding", "gradients are not summed: call reduce() after backward"
         self.begin_micro_batch()  # what an evaluation has left in ZeRO3 goes
         for unit in self.units:
             unit.grad.zero_()
@@ -320,19 +322,17 @@ class ZeRO1:
                 self.sum_next()
 
     def sum_next(self):
-        """Ends the sum that is under way, if any, and begins the next one: so from stage 2 on two
-        units' buffers have memory at most, if sync stays True and all parameters are used."""
-        self.end_sum()
-        unit = self.pending.pop(0)
-        unit.make_buffer()  # this rank may have used nothing of the unit
-        self.summing = unit, self.start_sum(unit)
-
-    def end_sum(self):
+        """Ends the sum that is under way, and begins the next one: so from stage 2 on two units'
+        buffers have memory at most, if sync stays True and all parameters are used."""
         if self.summing:
             unit, work = self.summing
             work.wait()
             self.keep_sum(unit)
             self.summing = None
+        if self.pending:
+            unit = self.pending.pop(0)
+            unit.make_buffer()  # this rank may have used nothing of the unit
+            self.summing = unit, self.start_sum(unit)
 
     def start_sum(self, unit):
         own = unit.buffer[unit.mine]
@@ -347,15 +347,10 @@ class ZeRO1:
 
     def reduce(self):
         """To be called after backward, on all ranks: sums what has not been summed yet."""
-        while self.pending:
+        while self.pending or self.summing:
             self.sum_next()
-        self.end_sum()
         self.begin_micro_batch()
         self.now = "summed"
-
-    def assert_summed(self):
-        assert self.now != "adding", (
-            "gradients are not summed: call reduce() after backward")
 
     # -- a step
 
@@ -365,10 +360,9 @@ class ZeRO1:
 
     def clip_grad_norm_(self, max_norm):
         """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
-        self.assert_summed()
         grads = [unit.grad for unit in self.units]
-        wide = torch.promote_types(grads[0].dtype, torch.float32)
-        square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
+        norms = torch._foreach_norm(grads, dtype=self.units[0].masters.dtype)
+        square = torch.stack(norms).square().sum()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
         if max_norm:
@@ -384,7 +378,7 @@ class ZeRO1:
 
     def begin_step(self):
         """Lends the masters their gradients."""
-        self.assert_summed()
+        assert self.now != "adding", "gradients are not summed: call reduce() after backward"
         self.now = "stepping"
         for part in self.parts:
             if part.parameter.requires_grad:  # frozen since: an optimizer steps none without grad
@@ -402,9 +396,7 @@ class ZeRO1:
         self.now = "stepped"
 
     def renew(self, unit):
-        """Begins to gather the other ranks' new chunks: what full has of them is old."""
-        # sharded -> replicated, in place
-        unit.gathering = all_gather(unit.full, unit.shard, group=self.group, async_op=True)
+        unit.gather(self.group)  # what full has of the other ranks' chunks is old
 
     # -- the whole: {parameter: whole tensor} on every rank. All must call it
 
@@ -473,12 +465,12 @@ class ZeRO3(ZeRO2):
         visit = len(self.entered)
         if visit > 0 and self.entered[-1] is not unit:
             self.entered[-1].free()
-        unit.gather(self.group)
+        unit.fetch(self.group)
         unit.wait()
         self.entered.append(unit)
         # The micro-batch before entered expected[visit + 1] after this unit. It travels meanwhile.
         if visit + 1 < len(self.expected) and self.expected[visit] is unit:
-            self.expected[visit + 1].gather(self.group)
+            self.expected[visit + 1].fetch(self.group)
 
     def begin_micro_batch(self):
         super().begin_micro_batch()
@@ -526,13 +518,10 @@ def trained(module, recurse=True):
 def groups_of_masters(units, groups=None):
     """See ZeRO1.parameter_groups."""
     master_of = {part.parameter: part.master for unit in units for part in unit.parts}
-    known = {p for unit in units for p in unit.shapes}
     groups = groups or [{"params": list(master_of)}]
     ours = []
     for group in groups:
-        params = list(group["params"])  # it may be a generator
-        assert all(p in known or not p.requires_grad for p in params), "p is in no unit"
-        masters = [master_of[p] for p in params if p in master_of]  # with a part here
+        masters = [master_of[p] for p in group["params"] if p in master_of]  # with a part here
         ours.append({**group, "params": masters})
     return ours
 
@@ -545,31 +534,30 @@ def full_state_dict(model, zero):
 
 
 def load_full_state_dict(model, zero, state):
-    """full_state_dict's inverse: a rank takes its parts of whole tensors, the same on all ranks."""
-    part_of = {part.parameter: part for part in zero.parts}
-    shape_of = {p: shape for unit in zero.units for p, shape in unit.shapes.items()}
+    """full_state_dict's inverse: a rank takes its chunks of whole tensors, alike on all ranks."""
     tensors = model.state_dict(keep_vars=True)
     assert state.keys() <= tensors.keys(), f"{state.keys() - tensors} are not in this model"
     # the first of two tied names, which is the one that safetensors has
     names = {t: name for name, t in reversed(tensors.items())}
+    for unit in zero.units:
+        whole = torch.zeros_like(unit.full, dtype=unit.masters.dtype)
+        for p, place in unit.views(whole).items():
+            assert state[names[p]].shape == place.shape, f"{names[p]} is {tuple(place.shape)}"
+            place.copy_(state[names[p]])
+        unit.masters.copy_(whole[unit.mine])
+        unit.shard.copy_(unit.masters)
     for t, name in names.items():
-        assert state[name].shape == shape_of.get(t, t.shape), f"{name}: {tuple(state[name].shape)}"
         if t.numel():  # not empty
             t.data.copy_(state[name])
-        if t in part_of:
-            part = part_of[t]
-            numbers = state[name].flatten()[part.first:part.first + len(part.value)]
-            part.value.copy_(numbers)
-            part.master.data.copy_(numbers)
 
 
 # -- mistakes that nobody would see
 
 
 def guard(parameters, sites):
+    assert len({p.dtype for p in parameters}) == 1, (
+        "a unit of several dtypes: ZeRO1 and ZeRO2 can have one for each")
     for p in parameters:
-        assert p.dtype == parameters[0].dtype, (
-            "a unit of several dtypes: ZeRO1 and ZeRO2 can have one for each")
         known = hasattr(p, "stepped_by")
         assert not known, "parameters of two units, or of another ZeRO: make the model anew"
         p.stepped_by = None  # for refuse_step: no optimizer steps it

@@ -84,9 +84,10 @@ def pieces_of_units(units, named_parameters, optimizer):
     for unit in units:
         for part in unit.parts:
             p = part.parameter
-            place = unit.shapes[p], part.first
+            # part.here is in the unit's chunk, unit.mine and unit.spans are in the whole unit
+            place = unit.shapes[p], unit.mine.start + part.here.start - unit.spans[p].start
             # what forward reads where p is empty between steps; it does no harm elsewhere
-            found[p] += run_pieces(names[p], *place, part.value, writes=False)
+            found[p] += run_pieces(names[p], *place, unit.shard[part.here], writes=False)
             for full_name, flat in with_states(names[p], part.master, optimizer).items():
                 found[p] += run_pieces(full_name, *place, flat.detach())
     return found

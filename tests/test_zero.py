@@ -56,7 +56,7 @@ def check_copy(words, *bug):
     other = llama(0, tied=tied)
     module.load_full_state_dict(model, ours, as_in_files(other))
     compare(module.full_state_dict(model, ours), dict(other.state_dict()))
-    compare([part.master.data for part in ours.parts], [part.value for part in ours.parts])
+    compare([unit.masters for unit in ours.units], [unit.shard for unit in ours.units])
     with torch.no_grad():
         compare(model(rows[0]), other(rows[0]))
 
@@ -92,14 +92,13 @@ PLANTED = [
     (check_copy, "3", "own.copy_(self.shard)", "pass"),
     (check_copy, "3", "self.gathering = all_gather(self.full, own, group=group, async_op=True)",
      "pass"),
-    (check_copy, "1",
-     "unit.gathering = all_gather(unit.full, unit.shard, group=self.group, async_op=True)", "pass"),
+    (check_copy, "1", "unit.gather(self.group)", "pass"),
     (check_copy, "2", "dist.all_reduce(square, group=self.group)  # partial -> replicated\n"
      "        norm = square.sqrt()\n        if max", "norm = square.sqrt()\n        if max"),
     (check_copy, "1", "dist.broadcast(unit.full, group=group, group_src=0)", "pass"),
     (check_copy, "1 optimizer", "t.data.copy_(state[name])", "pass"),
-    (check_copy, "3 optimizer", "part.value.copy_(numbers)", "pass"),
-    (check_copy, "1 optimizer", "part.master.data.copy_(numbers)", "pass"),
+    (check_copy, "1 optimizer", "unit.masters.copy_(whole[unit.mine])", "pass"),
+    (check_copy, "3 optimizer", "(unit.masters)\n    for t", "(0)\n    for t"),
     (check_idea, "reduce_scatter(self.shard.grad, self.buffer, group=self.group)", "pass"),
     (check_idea, "dist.all_reduce(square, group=self.group)", "pass"),
     (check_idea, "all_gather(self.full, self.shard.detach(), group=self.group)", "pass"),
@@ -181,7 +180,8 @@ def check_fp32_sums(stage):
     ours.step(optimizer)
     for part, old in zip(ours.parts, before):
         assert torch.equal(part.master, old - part.grad)
-        assert torch.equal(part.value, part.master.bfloat16())
+    for unit in ours.units:
+        assert torch.equal(unit.shard, unit.masters.bfloat16())
     stepped = [part.master.clone() for part in ours.parts]
     refuses("load_full_state_dict", model.load_state_dict, bf16_llama().state_dict())
     zero.load_full_state_dict(model, ours, zero.full_state_dict(model, ours))
@@ -201,8 +201,7 @@ def check_overlap():
         return unit.full.untyped_storage().size() > 0
 
     def before_gather(unit, group):
-        if not has_memory(unit):  # else it is here or on its way
-            begun.append(("gather", ours.units.index(unit)))
+        begun.append(("gather", ours.units.index(unit)))
 
     def before_sum(zero, unit):
         begun.append(("sum", zero.units.index(unit)))
@@ -256,7 +255,6 @@ def check_misuse(stage):
     of_model = torch.optim.SGD(model.parameters(), 0.1)
     llama_loss(model, *ROWS).backward()
     refuses("call reduce", ours.step, optimizer)
-    refuses("call reduce", ours.clip_grad_norm_, 1.0)
     refuses("call reduce", ours.zero_grad)  # it would forget some of them alone
     refuses("call reduce", llama_loss(model, *ROWS).backward)
     ours.reduce()
@@ -273,11 +271,10 @@ def refuse_later(stage, model, ours, optimizer, of_model):
     refuses("not optimizer.step", optimizer.step)
     optimizer.zero_grad()
     refuses("call zero.zero_grad", llama_loss(model, *ROWS).backward)
-    refuses("in no unit", ours.parameter_groups, [{"params": [nn.Parameter(torch.ones(2))]}])
     [group] = ours.parameter_groups([{"params": iter([model.lm_head.weight])}])
     assert len(group["params"]) == 1
     whole = zero.full_state_dict(model, ours)
-    whole["lm_head.weight"] = whole["lm_head.weight"].t()
+    whole["lm_head.weight"] = whole["lm_head.weight"][:1]
     refuses("lm_head.weight", zero.load_full_state_dict, model, ours, whole)
     refuses("'more'} are not in", zero.load_full_state_dict, model, ours, {**whole, "more": 0})
     ours.zero_grad()
