@@ -215,7 +215,6 @@ class Pipeline:
         kind, m, stage = action
         if kind == "F":
             return self.forward(m, stage, received, loss_of)
-        assert kind == "B", "a plan with Ws wants a SplitPipeline"
         return self.backward(m, stage, received)
 
     def forward(self, m, stage, x, loss_of):
@@ -233,7 +232,7 @@ class Pipeline:
     def backward(self, m, stage, grad):
         """-> the gradient of the stage's input."""
         if (m, stage) not in self.kept:
-            return None  # a first stage that is frozen
+            return None  # a first stage that is frozen; or a W, which its B has done
         x, edge = self.kept.pop((m, stage))
         torch.autograd.backward(edge, grad)
         return x.grad
@@ -271,13 +270,12 @@ class Mail:
         self.last = max(self.home)  # the last stage
         # {action: its number in its rank's plan}
         self.turn = {action: i for plan in plans for i, action in enumerate(plan)}
-        self.taker = {}  # {maker: the action that takes its tensor}; a W makes none
+        # {maker: the action that takes its tensor}, an F's output or the gradient that a B makes
+        self.taker = {}
         for action in self.turn:
-            kind, m, stage = action
-            if kind == "F" and stage < self.last:
-                self.taker[action] = Action("F", m, stage + 1)  # its output
-            if kind == "B" and stage > 0:
-                self.taker[action] = Action("B", m, stage - 1)  # its input's gradient
+            beside = {"F": action.stage + 1, "B": action.stage - 1}.get(action.kind)  # of W none
+            if beside in self.home:
+                self.taker[action] = action._replace(stage=beside)
         self.maker = {taker: maker for maker, taker in self.taker.items()}
         self.coming = deque()  # makers on other ranks; receives of their tensors are yet to begin
         self.inbox = {}  # {maker: (tensor, Work of its receive; None: it was made here)}
@@ -393,16 +391,14 @@ class Stages(nn.ModuleList):
         self.names = {p: names[p] for _, p in super().named_parameters()}  # of this rank's alone
         self.shared = {}  # {parameter that other ranks have, too: the group of its ranks}
         new_group = cache(dist.new_group)  # one group for the same ranks
-        places = defaultdict(set)  # {parameter: its places in a pipeline}
-        for stage, module in enumerate(whole):
-            for part in module.modules():
-                differs = hasattr(part, "tp") or hasattr(part, "is_of_experts")
-                assert len(mail.pipelines) == 1 or not differs, (
-                    "ranks may have different pieces, or different experts: take hybrid_3d.py")
-            for p in module.parameters():
-                places[p].add(home[stage])
-        for p in places:
-            ranks = tuple(ranks[place] for ranks in mail.pipelines for place in sorted(places[p]))
+        for part in nn.ModuleList(whole).modules():
+            differs = hasattr(part, "tp") or hasattr(part, "is_of_experts")
+            assert len(mail.pipelines) == 1 or not differs, (
+                "ranks may have different pieces, or different experts: take hybrid_3d.py")
+        of_stages = [set(stage.parameters()) for stage in whole]
+        for p in names:
+            places = sorted({home[stage] for stage, ps in enumerate(of_stages) if p in ps})
+            ranks = tuple(ranks[place] for ranks in mail.pipelines for place in places)
             if len(ranks) > 1:
                 group = new_group(ranks)  # every rank makes it
                 if dist.get_rank() in ranks:
@@ -524,14 +520,21 @@ def split(function, gradient_of_x, x, *parameters):
     return Split.apply(function, gradient_of_x, x, parameters)
 
 
-def split_linear(input, weight, bias):  # as nn.Linear's forward calls x
+def split_linear(x, weight, bias):
     def product(*operands):
         return (F.linear(*operands),)
 
     def gradient_of_x(grad):
         return grad @ weight.to(grad.dtype)  # under autocast their dtypes may differ
 
-    return split(product, gradient_of_x, input, weight, bias)[0]
+    return split(product, gradient_of_x, x, weight, bias)[0]
+
+
+class SplitLinear(nn.Linear):
+    """What SplitPipeline makes of an nn.Linear."""
+
+    def forward(self, input):
+        return split_linear(input, self.weight, self.bias)
 
 
 class SplitPipeline(Pipeline):
@@ -547,12 +550,8 @@ class SplitPipeline(Pipeline):
         self.ws = {}  # {(micro-batch, stage): [what W calls for each Linear]}, from B to W
         if self.split:
             for module in nn.ModuleList(modules.values()).modules():
-                # the W of a subclass, or of one whose weight is computed (spectral_norm), or whose
-                # forward is another, stays in its B
-                has_both = {"weight", "bias"} <= module._parameters.keys()
-                if type(module) is nn.Linear and has_both and "forward" not in vars(module):
-                    module.forward = partial(
-                        split_linear, weight=module.weight, bias=module.bias)
+                if type(module) is nn.Linear:  # the W of a subclass stays in its B
+                    module.__class__ = SplitLinear
 
     def do(self, action, received, loss_of):
         kind, m, stage = action
@@ -566,10 +565,9 @@ class SplitPipeline(Pipeline):
         if (m, stage) in self.split:
             self.ws[m, stage] = []
             Split.later = self.ws[m, stage]  # each Split appends to it
-        try:
-            return super().backward(m, stage, grad)
-        finally:  # also if it raises, and somebody goes on
-            Split.later = None
+        made = super().backward(m, stage, grad)
+        Split.later = None
+        return made
 
 
 # ---- 2.6 schedules ----
@@ -690,38 +688,14 @@ def zb_v(r, p, M, v):
     return spell(words, M, r, p)
 
 
-def dualpipe_v(r, p, M, v):
-    # Pairs of an F and a B of the other stage: the all-to-alls of one's mixture of experts can hide
-    # behind the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section 3.2.1; folded into a V
-    # by Sea AI Lab). This is the schedule alone: here nothing of a pair overlaps.
-    #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
-    #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
-    words = (
-        "F " * (2 * (p - 1 - r))  # until the first micro-batch comes to the second stage
-        + "F f " * (r + 1)  # until the first gradient comes to the second stage
-        + "b W f " * (p - 1 - r)  # until the first gradient comes to the first stage
-        + "F bw f BW " * (M - 2 * p + r + 1)  # the steady state: pairs, which can overlap
-        + "bw f BW " * (p - 1 - r)  # no F is left
-        # no f is left. r + 1 bs and r + 1 Bs take turns, of which the later half leave Ws
-        + "bw BW " * ((r + 1) // 2)
-        + "bw B " * ((r + 1) % 2)
-        + "b B " * ((r + 1) // 2)
-        + "W B " * (p - 1 - r)  # no b is left
-    )
-    return spell(words, M, r, p)
-
-
-SCHEDULES |= {"zb-v": zb_v, "dualpipe-v": dualpipe_v}
+SCHEDULES["zb-v"] = zb_v
 
 
 def make_plans(name, ranks, microbatches, chunks=2):
     """-> for each rank a list of actions. chunks: v, a rank's stages, of interleaved and bfs."""
     M = microbatches
-    # with other numbers the ranks could wait for each other for ever
-    if name == "interleaved":
+    if name == "interleaved":  # else the ranks could wait for each other for ever
         assert M % ranks == 0, f"interleaved takes multiples of {ranks} micro-batches, not {M}"
-    if name == "dualpipe-v":
-        assert M >= 2 * ranks, f"dualpipe-v needs {2 * ranks} or more micro-batches, not {M}"
     return [SCHEDULES[name](rank, ranks, M, chunks) for rank in range(ranks)]
 
 
@@ -893,10 +867,36 @@ def in_microbatches(pipeline, x, y, valid):
     return x.chunk(pipeline.microbatches), loss_of
 
 
-# PipeDream, for comparison: an update after every micro-batch, while others are under way. The
-# weights are stale by design, and few train so today: it is no part of what is copied.
+# Two more schedules, for comparison: they are no part of what is copied.
 
 
+def dualpipe_v(r, p, M, v):
+    # Pairs of an F and a B of the other stage: the all-to-alls of one's mixture of experts can hide
+    # behind the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section 3.2.1; folded into a V
+    # by Sea AI Lab). This is the schedule alone: here nothing of a pair overlaps.
+    #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
+    #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
+    # With fewer micro-batches the ranks would wait for each other for ever
+    assert M >= 2 * p, f"dualpipe-v needs {2 * p} or more micro-batches, not {M}"
+    words = (
+        "F " * (2 * (p - 1 - r))  # until the first micro-batch comes to the second stage
+        + "F f " * (r + 1)  # until the first gradient comes to the second stage
+        + "b W f " * (p - 1 - r)  # until the first gradient comes to the first stage
+        + "F bw f BW " * (M - 2 * p + r + 1)  # the steady state: pairs, which can overlap
+        + "bw f BW " * (p - 1 - r)  # no F is left
+        # no f is left. r + 1 bs and r + 1 Bs take turns, of which the later half leave Ws
+        + "bw BW " * ((r + 1) // 2)
+        + "bw B " * ((r + 1) % 2)
+        + "b B " * ((r + 1) // 2)
+        + "W B " * (p - 1 - r)  # no b is left
+    )
+    return spell(words, M, r, p)
+
+
+SCHEDULES["dualpipe-v"] = dualpipe_v
+
+# PipeDream: an update after every micro-batch, while others are under way. The weights are stale by
+# design, and few train so today.
 SCHEDULES["pipedream"] = SCHEDULES["1f1b"]
 
 
