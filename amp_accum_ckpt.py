@@ -40,7 +40,7 @@ change their arguments in place, and more under full, see there.
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import math
@@ -176,13 +178,27 @@ def sum_gradients(parameters, group=None):
 # what pack(tensor) returns, and unpack() has to make the tensor of it again.
 
 
-def hooks_around():
-    """-> the pack and unpack in force, such as save_on_cpu's, or what autograd does without any."""
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
-    return pair or (pack_checked, unpack_checked)
+def keeper():
+    """-> keep(x), of a tensor or what else forward is called with -> a function that returns it.
+
+    Of nested pairs of hooks autograd calls the innermost alone. So what a checkpoint keeps it hands
+    to the pair around it: another checkpoint's, save_on_cpu's.
+    """
+    around = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
+    pack, unpack = around or (pack_checked, unpack_checked)
+
+    def keep(x):
+        if not torch.is_tensor(x):
+            return lambda: x
+        with torch.no_grad():  # as autograd calls it
+            packed = pack(x)
+        requires_grad = x.requires_grad
+        return lambda: unpack(packed).detach().requires_grad_(requires_grad)
+
+    return keep
 
 
-def pack_checked(tensor):
+def pack_checked(tensor):  # these two are what autograd does where there is no pair
     """Detached: else softmax's node, which keeps its result, would keep itself."""
     return tensor.detach(), tensor._version  # _version counts changes in place
 
@@ -191,21 +207,6 @@ def unpack_checked(packed):
     tensor, version = packed
     assert tensor._version == version, "changed in place, but backward needs what it was"
     return tensor
-
-
-def keep(x, hooks):
-    """-> a function that returns x again, a tensor or what else forward is called with.
-
-    Of nested pairs of hooks autograd calls the innermost alone. So what a checkpoint keeps it hands
-    to the pair around it, and may lie within another.
-    """
-    if not torch.is_tensor(x):
-        return lambda: x
-    pack, unpack = hooks
-    with torch.no_grad():  # as autograd calls it
-        packed = pack(x)
-    requires_grad = x.requires_grad
-    return lambda: unpack(packed).detach().requires_grad_(requires_grad)
 
 
 # ---- full: recompute, for any forward
@@ -229,8 +230,7 @@ def full(forward, *inputs, **keywords):
 
     So forward may not count its calls (BatchNorm), fill a cache (of transformers' models take
     use_cache=False), call autograd.grad or own a random generator, and weights may not change
-    before its backward. torch.utils.checkpoint does the same, without hooks_around's name, which is
-    not public.
+    before its backward.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
@@ -255,16 +255,13 @@ class Rerun:
     """A call of forward under `full`, and how to repeat it."""
 
     def __init__(self, forward, inputs, keywords):
-        leaves, self.structure = tree_flatten((inputs, keywords))  # tensors, also within tuples, ..
-        hooks = hooks_around()
-        self.inputs = [keep(x, hooks) for x in leaves]
         self.forward = forward
-        devices = [x.device.type for x in leaves if torch.is_tensor(x)]
+        self.inputs = tree_map(keeper(), (inputs, keywords))  # also those within tuples, ..
+        devices = [x.device.type for x in tree_leaves((inputs, keywords)) if torch.is_tensor(x)]
         device = next((device for device in devices if device != "cpu"), "cpu")
         self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.cpu_state = torch.get_rng_state()
-        self.gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        self.gpu_states = [torch.cuda.get_rng_state(gpu) for gpu in self.gpus]
+        self.gpus, self.gpu_states = get_device_states(inputs, keywords)
         self.slots = []  # those to be filled, in the order of forward
 
     def pack(self, tensor):
@@ -279,26 +276,24 @@ class Rerun:
 
     @eager
     def repeat(self):
-        leaves = [again() for again in self.inputs]
-        inputs, keywords = tree_unflatten(leaves, self.structure)
+        inputs, keywords = tree_map(lambda again: again(), self.inputs)
         # the second run's graph is thrown away: this unpack is never called
-        filling = saved_tensors_hooks(partial(self.fill, hooks_around()), self.unpack)
+        filling = saved_tensors_hooks(partial(self.fill, keeper()), self.unpack)
         rng = torch.random.fork_rng(self.gpus)
         # in backward gradients are off, but only with gradients on autograd saves tensors
         with suppress(Enough), torch.enable_grad(), self.autocast, rng, filling:
             torch.set_rng_state(self.cpu_state)
-            for gpu, state in zip(self.gpus, self.gpu_states):
-                torch.cuda.set_rng_state(state, gpu)
+            set_device_states(self.gpus, self.gpu_states)
             self.forward(*inputs, **keywords)
         assert not self.slots, "forward saved fewer tensors when it ran again"
 
     @eager
-    def fill(self, hooks, tensor):
+    def fill(self, keep, tensor):
         """The pack of the second run."""
         slot = self.slots.pop(0)  # from now on the graph alone has it, which frees it after use
         assert (tensor.shape, tensor.dtype) == slot.kind, (
             "forward saved other tensors when it ran again: has it a cache, a counter?")
-        slot.again = keep(tensor.detach(), hooks)
+        slot.again = keep(tensor.detach())
         if not self.slots:
             raise Enough
 
@@ -329,18 +324,24 @@ def selective(forward, *inputs, **keywords):
 
     Kept are the results of matmuls, attention, additions, sums over ranks; backward makes the cheap
     ones again from them, so what is kept may not be changed in place later. forward does not run
-    again. If it is compiled, torch runs it uncompiled here: WriteRecipes has to see its operations.
+    again. If it is compiled, torch runs it uncompiled here: Recipes has to see its operations.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
-    writer = WriteRecipes()
-    pack = partial(keep_or_recipe, hooks=hooks_around(), writer=writer)
-    with saved_tensors_hooks(pack, lambda again: again()), writer:
+    recipes = Recipes()
+    with saved_tensors_hooks(recipes.pack, lambda again: again()), recipes:
         return forward(*inputs, **keywords)
 
 
-class WriteRecipes(TorchDispatchMode):
-    """Sees every operation, and gives the results of cheap ones a recipe."""
+class Recipes(TorchDispatchMode):
+    """Sees every operation of forward, and notes of what the results of cheap ones are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.keep = keeper()
+        # both forget a result when nobody has it any more
+        self.recipes = WeakTensorKeyDictionary()  # {result: (make, inputs, their versions)}
+        self.again = WeakTensorKeyDictionary()  # {result whose recipe is kept: makes it again}
 
     def __torch_dispatch__(self, op, types, inputs=(), keywords=None):
         make = partial(op, **(keywords or {}))
@@ -349,46 +350,29 @@ class WriteRecipes(TorchDispatchMode):
             torch.autograd.graph.increment_version(inputs[0])
         # gradients are off within autograd Functions, where other collectives may write unseen
         if op in CHEAP and torch.is_grad_enabled():
-            # autograd packs the very tensor that comes out here, and with it what is noted on it
-            main_output(outputs).recipe = Recipe(make, inputs, self)
+            # autograd packs the very tensor that comes out here
+            self.recipes[first(outputs)] = make, inputs, versions(inputs)
         return outputs
 
+    def pack(self, x):
+        """-> a function that returns x again: x is kept, or what it is made of."""
+        if not torch.is_tensor(x) or x._version > 0:  # a recipe would make it as it was
+            return self.keep(x)
+        if x in self.recipes:
+            make, inputs, before = self.recipes.pop(x)  # inputs need not stay alive
+            if versions(inputs) == before:
+                kept = [self.pack(y) for y in inputs]
+                # made once, though q, k and v all ask for the result of a norm
+                self.again[x] = cache(lambda: first(make(*[again() for again in kept])))
+        return self.again.get(x) or self.keep(x)
 
-def main_output(outputs):  # norms return their statistics besides
+
+def first(outputs):  # norms return their statistics besides
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
-class Recipe:
-    """Makes the result of a cheap operation again, in whose place it is kept."""
-
-    def __init__(self, make, inputs, writer):
-        self.make = make
-        self.writer = writer
-        # [(input, its version)] until something keeps the recipe; some are no tensors
-        self.read = [(x, getattr(x, "_version", 0)) for x in inputs]
-        self.kept = []  # from then on: functions that return the inputs
-        self.result = None  # made once, though q, k and v all ask for the result of a norm
-
-    def is_outdated(self):  # was an input changed in place?
-        return any(getattr(x, "_version", 0) > then for x, then in self.read)
-
-    def __call__(self):
-        if self.result is None:
-            inputs = [again() for again in self.kept]
-            self.result = main_output(self.make(*inputs))
-        return self.result
-
-
-def keep_or_recipe(x, hooks, writer):
-    """The pack of selective -> x's recipe; x kept, if it has none of this call (a block that `full`
-    runs again has no others), or if x or what it is made of was changed in place since."""
-    recipe = getattr(x, "recipe", None)
-    is_own = recipe is not None and recipe.writer is writer
-    if not is_own or x._version > 0 or recipe.is_outdated():
-        return keep(x, hooks)
-    recipe.kept += [keep_or_recipe(y, hooks, writer) for y, _ in recipe.read]
-    recipe.read = []  # nothing is kept twice, and what is not kept need not stay alive
-    return recipe
+def versions(inputs):  # some are no tensors
+    return [getattr(x, "_version", 0) for x in inputs]
 
 
 # ---- a large vocabulary
