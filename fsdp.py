@@ -28,18 +28,17 @@ P numbers are trained on N ranks in fp32, P_again of them in blocks other than t
       sent with --no-reshard                -             8 P (N-1)/N, all blocks stay gathered
 With dtype=torch.bfloat16, or a bf16 model, what is gathered has 2 bytes a number; shards, sums of
 gradients and states keep 4. Autocast would keep bf16 copies of all weights until backward.
-ZeRO-3 in zero.py cuts alike, as the last step of a ladder, for any units; FSDP is for blocks,
-leaves the loop as it was, and builds from meta.
+ZeRO-3 in zero.py cuts alike, for any units; FSDP leaves the loop as it was, and builds from meta.
 Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4: a unit is one flat tensor, as here.
 At work: fully_shard, part 4 below, which cuts each parameter along dim 0 instead.
 Not for: models cut by tensor_parallel.py, experts of moe.py (hybrid_3d.py has both); optimizers of
 whole matrices (see harness/whole.py); weights stepped between a forward and its backward; blocks
 called by yourself or twice in a forward, or that share parameters; ranks that use different blocks
 (two forwards before a backward: parameters); GradScaler; freezing, loading, setting .data later;
-reentrant checkpointing, autograd.grad, second derivatives, backwards that raise. Unused ones get 0.
+reentrant checkpointing, autograd.grad, second derivatives, backwards that raise; models
+that return an object and train no block. Unused parameters get 0, unused blocks None.
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
-import weakref
 from collections import namedtuple
 from functools import partial
 
@@ -171,8 +170,8 @@ class Unit:
     are views of full: they lose and regain memory with it.
     """
 
-    def __init__(self, parameters, group, replicas, dtype, home):
-        """As FSDP's. dtype: full's. shard has to be filled, see begin_alike."""
+    def __init__(self, parameters, group, replicas, dtype, home, fill):
+        """As FSDP's. dtype: full's."""
         assert len({p.dtype for p in parameters}) == 1, "a block, or the root, has several dtypes"
         ranks = dist.get_world_size(group)
         rank = dist.get_rank(group)
@@ -193,6 +192,8 @@ class Unit:
         self.shard = like.new_zeros(self.chunk, dtype=wide, device=home)
         self.gathering = None  # the all-gather into full that is under way
         self.cut()
+        self.take(fill)
+        self.free()  # from here on the whole is in no rank's memory
 
     def views(self, flat):
         """-> {parameter: its view of a tensor that is laid out like full}."""
@@ -209,14 +210,13 @@ class Unit:
                 value = self.shard[here]
                 self.parts.append(Part(p, low - span.start, value, here, nn.Parameter(value)))
 
-    def begin_alike(self):
-        """Fills shard with this rank's chunk of what the first rank has."""
-        whole = self.shard.new_zeros(self.full.shape, device=self.full.device)
-        for p, place in self.views(whole).items():
-            assert p.untyped_storage().nbytes() >= p.nbytes, "a module of from_meta: give fill"
-            place.copy_(p.detach())
-        take_from_first(whole, self.group, self.replicas)
-        self.shard.copy_(whole[self.mine])
+    def take(self, whole_of):
+        """Fills shard with this rank's parts of the parameters. whole_of(p) -> all of p."""
+        for part in self.parts:
+            whole = whole_of(part.parameter).detach()
+            shape = self.shapes[part.parameter]
+            assert whole.shape == shape, f"{whole.shape} for a parameter of {shape}"
+            part.value.copy_(whole.flatten()[part.first:part.first + len(part.value)])
 
     # -- parameters
 
@@ -291,60 +291,46 @@ class FSDP(nn.Module):
     reshard: free blocks after forward, and gather them again for backward
     dtype: of whole weights (None: the module's); the caller casts inputs
     home: the device of shards (None: the module's)
-    fill: gives a unit's shard its numbers: the first rank's, or from_meta's
+    fill: from_meta's. Without it all ranks begin with the first one's parameters and buffers
 
-    Ranks begin with the first one's parameters and buffers. Frozen ones stay whole, in `dtype`.
+    Frozen parameters stay whole, in `dtype`.
     """
 
     def __init__(self, module, blocks, group=None, replicas=None, reshard=True, dtype=None,
-                 home=None, fill=Unit.begin_alike):
+                 home=None, fill=None):
         super().__init__()
-        sharded = [block for block in blocks if trained(block)]  # the others stay whole
         guard(module, group, replicas)
         self.module = module
         self.group = group
         self.reshard = reshard
         module.zero_grad()  # what is left from before is of no step here
-        frozen = [p for p in module.parameters() if not p.requires_grad]
-        self.uncut = [*module.buffers(), *frozen]  # what every rank has
-        for p in frozen:
+        self.frozen = [p for p in module.parameters() if not p.requires_grad]
+        for p in self.frozen:
             if p.is_floating_point():
                 p.data = p.data.to(dtype or p.dtype)
-        for tensor in self.uncut:
-            tensor.data = tensor.data.contiguous()  # a broadcast sends memory, whatever the strides
-            take_from_first(tensor, group, replicas)
-
-        def new_unit(parameters):
-            unit = Unit(parameters, group, replicas, dtype, home)
-            fill(unit)
-            unit.free()  # from here on the whole is in no rank's memory
-            return unit
-
+        if fill is None:
+            fill = begin_alike(module, group, replicas)
+        new_unit = partial(Unit, group=group, replicas=replicas, dtype=dtype, home=home, fill=fill)
+        sharded = [block for block in blocks if trained(block)]  # the others stay whole
         self.block_units = [new_unit(trained(block)) for block in sharded]
         in_blocks = {p for unit in self.block_units for p in unit.shapes}
         rest = [p for p in trained(module) if p not in in_blocks]
         self.root_units = [new_unit(rest)] if rest else []  # none if all of it is frozen
         self.units = self.block_units + self.root_units
-        assert self.units, "all parameters are frozen: nothing to shard"
         self.parts = [part for unit in self.units for part in unit.parts]
         self.masters = nn.ParameterList(part.master for part in self.parts)
         self.summing = None  # the Sum over the group that is under way
         self.adding = []  # Sums over replicas that are: they end with backward
-        self.summed = set()  # units whose sums this backward has begun
         self.in_backward = False
-        self.add_hooks(sharded, rest)
+        self.add_hooks(sharded)
 
-    def add_hooks(self, sharded, rest):
+    def add_hooks(self, sharded):
         eager = torch.compiler.disable  # hooks move memory: torch.compile would die of it
         self.module.register_forward_pre_hook(eager(self.begin))
         self.module.register_forward_hook(eager(self.end))
         for i, block in enumerate(sharded):
             block.register_forward_pre_hook(eager(partial(self.enter, i)))
             block.register_forward_hook(eager(partial(self.leave, i)))
-        # a hook of a parameter with self in it would keep it for ever
-        begin = weakref.WeakMethod(self.begin_backward)
-        for p in rest:  # for outputs in which watch() finds no tensor, such as a dataclass
-            p.register_post_accumulate_grad_hook(lambda p: begin()(p))
 
     def gather_root(self):
         for unit in self.root_units:
@@ -365,7 +351,7 @@ class FSDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def begin(self, *_):
-        thawed = any(t.requires_grad for t in self.uncut)
+        thawed = any(p.requires_grad for p in self.frozen)
         assert not thawed, "FSDP: thawed since, so nobody sums its gradient: make the model anew"
         self.free()  # a forward without a backward has left numbers from before the last step
         self.gather_root()
@@ -392,7 +378,7 @@ class FSDP(nn.Module):
     # -- backward: while a block computes, the next one is gathered, and the one before is summed
 
     def begin_backward(self, gradient):
-        """Backward has come to an output of the model or a block, or made a root's gradient."""
+        """Backward has come to an output of the model or of a block."""
         if not self.in_backward:
             self.in_backward = True
             # autograd calls end_backward when all of this backward is over
@@ -405,16 +391,15 @@ class FSDP(nn.Module):
         if i + 1 < len(self.block_units):
             unit = self.block_units[i + 1]
             unit.free()
-            # none yet if an earlier forward of the same loss is still to come
-            if any(p.grad is not None for p in unit.shapes):
-                self.sum_next(unit)
+            self.sum_next(unit)
         self.enter(i)
 
     def sum_next(self, unit):
         """Ends the sum that is under way, if any, and begins this one: one at a time."""
-        self.end_sum()
-        self.summing = unit.start_sum()
-        self.summed.add(unit)
+        # no gradients yet if an earlier forward of the same loss is still to come
+        if any(p.grad is not None for p in unit.shapes):
+            self.end_sum()
+            self.summing = unit.start_sum()
 
     def end_sum(self):
         if self.summing:
@@ -429,16 +414,13 @@ class FSDP(nn.Module):
 
     def end_backward(self):
         self.free()
-        for unit in self.units:
-            late = any(p.grad is not None for p in unit.shapes)  # of casts that autocast has kept
-            if late or unit not in self.summed:
-                self.sum_next(unit)
+        for unit in self.units:  # the root, the first block, and what autocast's casts give late
+            self.sum_next(unit)
         self.end_sum()
         for unit, own, work, _ in self.adding:
             work.wait()
             unit.add(own)
         self.adding = []
-        self.summed = set()
         self.in_backward = False
 
     # -- a step
@@ -451,9 +433,8 @@ class FSDP(nn.Module):
         groups = groups or [{"params": list(master_of)}]
         ours = []
         for group in groups:
-            params = list(group["params"])  # it may be a generator
-            assert all(p in known or not p.requires_grad for p in params), (
-                "p is in no unit: make groups of model.module.parameters()")
+            params = [p for p in group["params"] if p.requires_grad]
+            assert known.issuperset(params), "make groups of model.module.parameters()"
             masters = [master_of[p] for p in params if p in master_of]  # with a part here
             ours.append({**group, "params": masters})
         return ours
@@ -461,7 +442,7 @@ class FSDP(nn.Module):
     def clip_grad_norm_(self, max_norm):
         """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
         unit = self.units[0]
-        own = nn.utils.get_total_norm([master.grad for master in self.masters])
+        own = nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
         # own is on the CPU with home="cpu", and where a rank has no parts: of [] it is a 0 there
         square = own.to(unit.full.device, unit.shard.dtype).square()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
@@ -487,25 +468,23 @@ class FSDP(nn.Module):
         for unit in self.units:
             gradient = torch.zeros_like(unit.shard)
             for part in unit.parts:
-                gradient[part.here] = part.master.grad
+                if part.master.grad is not None:
+                    gradient[part.here] = part.master.grad
             found.update(unit.gathered(gradient))
         return {name: found[p] for name, p in self.module.named_parameters() if p in found}
 
     def load_full_state_dict(self, state):
         """full_state_dict's inverse. A rank takes its parts of what is the same on all ranks."""
-        part_of = {part.parameter: part for part in self.parts}
-        shape_of = {p: shape for unit in self.units for p, shape in unit.shapes.items()}
         tensors = self.module.state_dict(keep_vars=True)
         assert state.keys() <= tensors.keys(), f"{state.keys() - tensors} are not in this model"
         # the first of two tied names, which is the one that safetensors has
         names = {t: name for name, t in reversed(tensors.items())}
+        self.free()
+        for unit in self.units:
+            unit.take(lambda p: state[names[p]])
         for t, name in names.items():
-            assert state[name].shape == shape_of.get(t, t.shape), f"{name}: {state[name].shape}"
-            if t.numel():  # not empty: what is frozen, buffers, units that are whole just now
+            if t.numel():  # not empty, as all is that units have: what is frozen, buffers
                 t.data.copy_(state[name])
-            if t in part_of:
-                part = part_of[t]
-                part.value.copy_(state[name].flatten()[part.first:part.first + len(part.value)])
 
     def refuse(self, *_, **__):
         raise RuntimeError("FSDP: move, cast and copy the module before; average model.masters")
@@ -515,10 +494,14 @@ class FSDP(nn.Module):
     __deepcopy__ = refuse
 
 
-def take_from_first(tensor, group, replicas):
-    dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
-    if replicas is not None:
-        dist.broadcast(tensor, group=replicas, group_src=0)  # the first copy's -> replicated
+def begin_alike(module, group, replicas):
+    """Gives all ranks what the first one has -> what Unit takes as `fill`."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        tensor.data = tensor.data.contiguous()  # a broadcast sends memory, whatever the strides
+        dist.broadcast(tensor.data, group=group, group_src=0)  # the first rank's -> replicated
+        if replicas is not None:
+            dist.broadcast(tensor.data, group=replicas, group_src=0)  # the first copy's, likewise
+    return lambda p: p
 
 
 def trained(module):
@@ -536,7 +519,7 @@ def watch(output, reached):
 
 
 def from_meta(module, device, init):
-    """A module on the meta device -> what FSDP takes as `fill`: it fills shards with init's.
+    """A module on the meta device -> what FSDP takes as `fill`.
 
     Afterwards the module is on `device`, what is frozen is filled, what is trained has no memory.
     init(name, tensor): fills a tensor of the module, a trained one in fp32 or wider. Values must
@@ -546,8 +529,9 @@ def from_meta(module, device, init):
 
     def replacement(name, t):
         if t.requires_grad:
-            number = torch.zeros((), dtype=t.dtype, device=device)
-            return nn.Parameter(number.expand(t.shape))  # without memory for more
+            # has no memory but for one number, and spoils the loss of who forgets fill
+            nan = torch.full((), float("nan"), dtype=t.dtype, device=device)
+            return nn.Parameter(nan.expand(t.shape))
         filled = torch.empty(t.shape, dtype=t.dtype, device=device)
         init(name, filled)
         return nn.Parameter(filled, False) if isinstance(t, nn.Parameter) else filled  # a buffer
@@ -561,12 +545,10 @@ def from_meta(module, device, init):
         setattr(module.get_submodule(owner), attribute, made[t])
     names = {p: name for name, p in module.named_parameters()}
 
-    def fill(unit):
-        for part in unit.parts:
-            p = part.parameter
-            whole = torch.empty(unit.shapes[p], dtype=part.value.dtype, device=device)
-            init(names[p], whole)
-            part.value.copy_(whole.flatten()[part.first:part.first + len(part.value)])
+    def fill(p):
+        whole = torch.empty_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        init(names[p], whole)
+        return whole
 
     return fill
 
