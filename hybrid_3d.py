@@ -54,7 +54,7 @@ from pipeline_parallel import (
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, Cut, RowLinear, TensorParallel, assert_same,
     vocab_parallel_cross_entropy)
-from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, units_of
+from zero import ZeRO1, ZeRO2, ZeRO3, units_of
 from zero import load_full_state_dict as load_parts
 
 # part 1 alone
@@ -234,17 +234,10 @@ class Mesh:
 
     def __init__(self, plans, dp=1, cp=1, tp=1, ep=1):
         pp = len(plans)
-        ranks = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
-        assert ranks.numel() == dist.get_world_size(), (
-            f"pp {pp} x dp {dp} x cp {cp} x tp {tp} are not all {dist.get_world_size()} ranks")
-        assert dp * cp % ep == 0, f"ep {ep} does not divide dp {dp} x cp {cp}"
-        place = (ranks == dist.get_rank()).nonzero()[0].tolist()
-        self.place = dict(zip(("pp", "dp", "cp", "tp"), place))
+        ranks = torch.arange(dist.get_world_size()).view(pp, dp, cp, tp)
         self.pipelines = ranks.flatten(1).T.tolist()  # a list of ranks for each pipeline
         by_expert = ranks.view(pp, -1, ep, tp)  # (pp, replicas, ep, tp)
         home = homes(plans)  # {stage: place along pp}
-        self.plans = plans
-        self.stages = [stage for stage in home if home[stage] == self.place["pp"]]  # of this rank
         ends = sorted({home[0], home[max(home)]})  # a single place if one rank has both
         lines = {  # along the last dim
             "pp": ranks.movedim(0, -1),
@@ -262,14 +255,16 @@ class Mesh:
         for axis, of_axis in lines.items():  # each line is a group, and every rank makes them all
             groups = of_axis.flatten(0, -2).tolist()
             self.group[axis], _ = dist.new_subgroups_by_enumeration(groups)
+        self.place = {axis: group.rank() for axis, group in self.group.items() if group}
+        self.plans = plans
+        self.stages = [stage for stage in home if home[stage] == self.place["pp"]]  # of this rank
 
 
 # ---- 2.2 what becomes of a gradient ----
 
 
 def fates(tp, zero):
-    """-> {kind of parameter: {axis: what becomes of its gradient}}; the first two are the usual
-    ones."""
+    """-> {kind of parameter: {axis: what becomes of its gradient}}"""
     # ranks of data have seen other tokens. scatter: of the sum each rank keeps a part
     total = "scatter" if zero else "sum"
     same = {"tp": "same", "data": total}
@@ -283,37 +278,29 @@ def fates(tp, zero):
     }
 
 
-def kind_of(p, owner, tp):
-    """owner: the module that has the parameter."""
-    if getattr(owner, "is_of_experts", False):  # a StackedLinear of moe.py
-        assert tp.size == 1 or tp.cuts_x, (
-            "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
+def kind_of(p, tp, ep):
+    if p in ep.cuts:
         return "expert"
     if p in tp.cuts:
         return "cut"
     return "inside" if p in tp.inside else "whole"
 
 
-# What is known of a parameter:
-# name    in the first stage that has it
-# kind    see fates
-# fate    {axis: what becomes of its gradient}
+# of a parameter. name: in the first stage that has it; kind, fate: see fates
 Row = namedtuple("Row", "name kind fate")
 
 
-def table_of(stages, tp, zero):
+def table_of(stages, tp, ep, zero):
     """All stages of a model -> {parameter: its Row}."""
     of_kind = fates(tp, zero)
     of_stages = [set(stage.parameters()) for stage in stages]
     table = {}
     for p, name in names_of(stages).items():
         numbers = [number for number, ps in enumerate(of_stages) if p in ps]
-        path, _, _ = name.rpartition(".")
-        kind = kind_of(p, stages[numbers[0]].get_submodule(path), tp)
+        kind = kind_of(p, tp, ep)
         fate = of_kind[kind]
         if len(numbers) > 1:
             assert numbers == [0, len(stages) - 1], f"{name} is in stages {numbers}"
-            assert "data" in fate, f"{name}: tied, but ranks of tp or ep differ in it"
             kind += ", tied"
             fate = {"tp": fate["tp"], "ends": fate["data"]}  # copies of both stages
         table[p] = Row(name, kind, fate)
@@ -419,7 +406,7 @@ class Hybrid(nn.Module):
     def __init__(self, stages, mesh, tp, *, layers, head, loss=None, zero=0,
                  reduce_dtype=None, ring=None):
         super().__init__()
-        guard(stages, mesh, tp, layers, head, zero, ring)  # only refuses
+        guard(mesh, tp, zero, ring)  # only refuses
         self.tp = tp
         self.ring = ring
         self.loss = loss or loss_sum
@@ -431,53 +418,45 @@ class Hybrid(nn.Module):
         here = {stage: stages[stage] for stage in mesh.stages}
         self.stages = nn.ModuleList(here.values())
         mine = set(self.stages.parameters())
-        table = table_of(stages, tp, zero)
+        self.ep = experts_of(stages, mesh, tp)
+        table = table_of(stages, tp, self.ep, zero)
         self.table = {p: row for p, row in table.items() if p in mine}  # ties in one order
         for p in table.keys() - mine:  # so that other stages can be freed
             tp.cuts.pop(p, None)
             tp.inside.discard(p)
-        self.know_experts()
+            self.ep.cuts.pop(p, None)
         p = next(self.parameters())
         mail = Mail(mesh.plans, (), p.dtype, p.device, mesh.pipelines)  # each batch sets its size
-        zeros_of = self.make_zeros(here, layers, zero, reduce_dtype)
-        self.pipeline = SummingPipeline(here, mail, zeros_of)
+        zeros = self.make_zeros(here, layers, zero, reduce_dtype)
+        self.pipeline = SummingPipeline(here, mail, zeros)
+        self.zeros = [*zeros.values()]
+        self.late = [zeros[number, axis] for number, axis in zeros if number is None]
         self.units = [unit for each in self.zeros for unit in each.units]
         self.parts = [part for each in self.zeros for part in each.parts]
 
     def make_zeros(self, here, layers, level, reduce_dtype):
-        """What sums gradients over copies, and cuts what they share: self.late what is late, and
-        -> {stage: {axis: ZeRO}} the rest."""
-        self.late = []
-        late = [p for p, row in self.table.items() if p.requires_grad and is_late(p, row)]
-        for axis in "ends", "peers", "data", "replicas":
-            of_dtype = defaultdict(list)  # a unit has one dtype
-            for p in late:
-                if axis in self.table[p].fate:
-                    of_dtype[p.dtype].append(p)
-            if of_dtype:
-                units = [(unit, [*self.stages]) for unit in of_dtype.values()]
-                # not over ZeRO-1: backwards only add to it, and it is summed once, in train_step
-                zero = LADDER[min(level, 1)](units, self.group[axis], reduce_dtype=reduce_dtype)
-                zero.sync = False
-                self.late.append(zero)
-        self.zeros = [*self.late]
-        zeros_of = {}
+        """-> {(stage, axis): what sums gradients over copies, and cuts what they share}. What is
+        late is of no stage: (None, axis)."""
+        sets = [(None, [*self.table], [*self.stages])]  # (stage, parameters, who reads them)
         for number, stage in here.items():
-            zeros = zeros_of[number] = {}
-            for axis, units in units_of_stage(stage, self.table, layers).items():
-                if units:
-                    zeros[axis] = LADDER[level](units, self.group[axis], reduce_dtype=reduce_dtype)
-            self.zeros += zeros.values()
-        return zeros_of
-
-    def know_experts(self):
-        self.ep = TensorParallel(self.group["ep"])  # cuts stacks of experts, as tp cuts matrices
-        for p, row in self.table.items():
-            if row.kind == "expert":
-                self.ep.cuts[p] = Cut(0, len(p) * self.ep.size)
-        for module in self.stages.modules():
-            if hasattr(module, "everyone"):  # a MoE
-                module.everyone = self.group["peers"]
+            sets += [(number, *unit) for unit in units_of(stage, layers)]
+        units = defaultdict(list)
+        for axis in "ends", "peers", "data", "replicas":
+            for number, parameters, sites in sets:
+                of_dtype = defaultdict(list)  # a unit has one dtype
+                for p in parameters:
+                    row = self.table[p]
+                    is_here = axis in row.fate and is_late(p, row) == (number is None)
+                    if p.requires_grad and is_here:
+                        of_dtype[p.dtype].append(p)
+                for unit in of_dtype.values():
+                    units[number, axis].append((unit, sites))
+        zeros = {}
+        for (number, axis), of_zero in units.items():
+            # late: not over ZeRO-1: backwards only add to it, and it is summed once, in train_step
+            kind = LADDER[min(level, 1) if number is None else level]
+            zeros[number, axis] = kind(of_zero, self.group[axis], reduce_dtype=reduce_dtype)
+        return zeros
 
     def in_microbatches(self, x, y, valid):
         """-> what Pipeline.step takes: inputs, and what makes a micro-batch's part of the loss."""
@@ -485,12 +464,11 @@ class Hybrid(nn.Module):
             tokens = self.ring.positions(x.shape[1], x.device)
             x = x[:, tokens]
             y = y[:, tokens]
-        M = self.pipeline.microbatches
+        M = self.pipeline.microbatches  # divides the rows
         rows, length = x.shape
-        cuts = self.tp.size if self.tp.cuts_x else 1
-        assert rows % M == 0 and length % cuts == 0, (
-            f"{rows} rows, T/cp {length}: pad to multiples of {M} and {cuts}, with targets of -100")
-        self.pipeline.mail.size = torch.Size((rows // M, length // cuts, self.width))
+        if self.tp.cuts_x:
+            length = length // self.tp.size
+        self.pipeline.mail.size = torch.Size((rows // M, length, self.width))
         targets = y.chunk(M)
 
         def loss_of(logits, m):
@@ -500,13 +478,11 @@ class Hybrid(nn.Module):
 
     def named_parameters(self, *args, **options):
         """By the whole model's names. What is tied has one, on all ranks."""
-        for name, p in super().named_parameters(*args, **options):
-            yield self.table[p].name if p in self.table else name, p
+        for _, p in super().named_parameters(*args, **options):
+            yield self.table[p].name, p
 
-    def parameter_groups(self, groups=None):
-        """groups: dicts, as an optimizer takes, of hybrid.named_parameters(), by name or p.dim()
-        -> dicts with our masters, which are flat."""
-        return groups_of_masters(self.units, groups)
+    # groups: of hybrid.named_parameters(), by name or p.dim(). Masters are flat
+    parameter_groups = ZeRO1.parameter_groups
 
     # -- the whole: {name: tensor} on every rank. All must call it
 
@@ -515,14 +491,16 @@ class Hybrid(nn.Module):
         mine = {}
         for stage in self.stages:
             for name, t in stage.state_dict(keep_vars=True).items():
-                mine[name] = self.unshard(t, trained.get(t, t))  # frozen ones and buffers: t itself
+                here = trained.get(t, t)  # frozen ones and buffers: t itself
+                # over tp or ep: sharded -> replicated
+                mine[name] = tensor_parallel.unshard(here, *self.cut_of(t))
         return gather(mine, self.group["pp"])  # over pp: on one stage -> replicated
 
     def full_gradients(self):
         mine = {}
         for zero in self.zeros:
             for p, gradient in zero.full_gradients().items():
-                mine[self.table[p].name] = self.unshard(p, gradient)
+                mine[self.table[p].name] = tensor_parallel.unshard(gradient, *self.cut_of(p))
         return gather(mine, self.group["pp"])
 
     def load_full_state_dict(self, state):
@@ -532,7 +510,8 @@ class Hybrid(nn.Module):
         for name, t in self.stages.state_dict(keep_vars=True).items():
             _, _, of_model = name.partition(".")  # without the stage's place here
             known = self.table[t].name if t in self.table else of_model
-            mine[name] = self.shard(t, state[known])
+            cut, ranks = self.cut_of(t)
+            mine[name] = tensor_parallel.shard(state[known], cut, ranks) if cut else state[known]
         load_parts(self.stages, self, mine)
 
     def refuse(self, *_, **__):
@@ -540,16 +519,10 @@ class Hybrid(nn.Module):
 
     state_dict = load_state_dict = refuse
 
-    def shard(self, t, whole):
-        """-> what this rank of tp and ep has of a parameter or buffer."""
+    def cut_of(self, t):
+        """-> how a parameter is cut (None: it is whole), and by which ranks."""
         ranks = self.ep if t in self.ep.cuts else self.tp
-        return tensor_parallel.shard(whole, ranks.cuts[t], ranks) if t in ranks.cuts else whole
-
-    def unshard(self, t, here):
-        """here: what this rank of tp and ep has of t, a parameter or buffer, or of its gradient."""
-        ranks = self.ep if t in self.ep.cuts else self.tp
-        # over tp or ep: sharded -> replicated
-        return tensor_parallel.unshard(here, ranks.cuts.get(t), ranks)
+        return ranks.cuts.get(t), ranks
 
     def __repr__(self):
         rows = [row for p, row in self.table.items() if p.requires_grad]
@@ -586,17 +559,6 @@ class ZeRO0(ZeRO1):
 LADDER = ZeRO0, ZeRO1, ZeRO2, ZeRO3
 
 
-def units_of_stage(stage, table, layers):
-    """-> {axis: units}: of each layer, and of what comes before and after, what is not late."""
-    found = {"data": [], "replicas": []}
-    for parameters, sites in units_of(stage, layers):
-        for axis, units in found.items():
-            unit = [p for p in parameters if axis in table[p].fate and not is_late(p, table[p])]
-            if unit:
-                units.append((unit, sites))
-    return found
-
-
 class SummingPipeline(SplitPipeline):
     """Sums gradients over copies while the backward that completes them still runs.
 
@@ -606,41 +568,44 @@ class SummingPipeline(SplitPipeline):
     B makes experts' gradients, W those of Linears: experts are summed in B, other units in W.
     """
 
-    def __init__(self, modules, mail, zeros_of):
+    def __init__(self, modules, mail, zeros):
         super().__init__(modules, mail)
-        self.zeros_of = zeros_of  # {stage: {axis: ZeRO}}, without what is late
-        self.ending = []  # ZeROs whose last sum is under way
-        # Linears that tp has not cut are split by now; the forward of a cut one calls its multiply
-        for module in nn.ModuleList(modules.values()).modules():
-            if self.split and isinstance(module, ColumnLinear):
-                module.multiply = split_columns
-            if self.split and isinstance(module, RowLinear):
-                module.multiply = partial(split_linear, bias=None)  # it adds its bias after the sum
+        self.zeros = zeros  # {(stage, axis): ZeRO}
+        if self.split:
+            split_cut(modules)
 
     def end_sums(self):
-        for zero in self.ending:
-            zero.reduce()  # partial -> sharded
-        self.ending = []
+        for zero in self.zeros.values():
+            if zero.summing:
+                zero.reduce()  # partial -> sharded
 
     def do(self, action, received, loss_of):
         self.end_sums()  # not in the action that begins them: what it makes is sent first
         kind, m, stage = action
-        for axis, zero in self.zeros_of[stage].items():
+        for (number, axis), zero in self.zeros.items():  # what is late is of no stage
             has_w = axis != "replicas" and (m, stage) in self.split
-            completes = kind == ("W" if has_w else "B")
+            completes = number == stage and kind == ("W" if has_w else "B")
             each = isinstance(zero, ZeRO2)  # it sums in each micro-batch
             zero.sync = completes and (each or m == self.microbatches - 1)
         made = super().do(action, received, loss_of)
-        self.ending = [zero for zero in self.zeros_of[stage].values() if zero.sync]
-        for zero in self.ending:
+        for zero in self.zeros.values():
             # also what this copy's rows have not used: copies begin the same sums, in order, before
             # they wait for what other stages send
-            while zero.pending:
+            while zero.sync and zero.pending:
                 zero.sum_next()
         return made
 
 
 # ---- 2.6 schedules with Ws: a backward in two parts, of what tp has cut ----
+
+
+def split_cut(modules):
+    """SplitPipeline has split the other Linears. The forward of a cut one calls its multiply."""
+    for module in nn.ModuleList(modules.values()).modules():
+        if isinstance(module, ColumnLinear):
+            module.multiply = split_columns
+        if isinstance(module, RowLinear):
+            module.multiply = partial(split_linear, bias=None)  # it adds its bias after the sum
 
 
 def split_columns(tp, x, *weights):
@@ -653,18 +618,31 @@ def split_columns(tp, x, *weights):
     return split(partial(ColumnParallel.apply, tp), gradient_of_x, x, *weights)
 
 
-# ---- 2.7 mistakes that nobody would see ----
+# ---- 2.7 experts ----
 
 
-def guard(stages, mesh, tp, layers, head, zero, ring):
+def experts_of(stages, mesh, tp):
+    """-> ep, which cuts stacks of experts as tp cuts matrices. Mixtures learn whom they serve."""
+    ep = TensorParallel(mesh.group["ep"])
+    for module in nn.ModuleList(stages).modules():
+        if getattr(module, "is_of_experts", False):  # a StackedLinear of moe.py
+            assert tp.size == 1 or tp.cuts_x, (
+                "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
+            for p in module.parameters():
+                ep.cuts[p] = Cut(0, len(p) * ep.size)
+        if hasattr(module, "everyone"):  # a MoE
+            module.everyone = mesh.group["peers"]
+    return ep
+
+
+# ---- 2.8 mistakes that nobody would see ----
+
+
+def guard(mesh, tp, zero, ring):
     assert tp.size == mesh.size["tp"], "tp: of mesh.group['tp']"
     assert (ring is None) == (mesh.size["cp"] == 1), "ring: where the mesh has cp, there alone"
-    known = {module for stage in stages for module in stage.modules()}
-    assert known.issuperset(layers), "layers: modules of the stages, each of them a unit"
     alternates = mesh.plans == make_plans("1f1b", 1, len(mesh.plans[0]) // 2)
     assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
-    assert tp.size == 1 or not tp.cuts_x or head.weight in tp.cuts, (
-        "a head that is not cut would see T/tp tokens: take TensorParallel")
 
 
 def assert_alike(model, x, y):
@@ -682,7 +660,7 @@ def assert_alike(model, x, y):
     assert_same(same, model.group["tp"])
 
 
-# ---- 2.8 what print(hybrid) shows ----
+# ---- 2.9 what print(hybrid) shows ----
 
 
 def text_of(rows, axes):

@@ -356,7 +356,13 @@ class ZeRO1:
 
     def parameter_groups(self, groups=None):
         """groups: dicts, as an optimizer takes them, of parameters -> dicts with our masters."""
-        return groups_of_masters(self.units, groups)
+        master_of = {part.parameter: part.master for part in self.parts}
+        groups = groups or [{"params": list(master_of)}]
+        ours = []
+        for group in groups:
+            masters = [master_of[p] for p in group["params"] if p in master_of]  # with a part here
+            ours.append({**group, "params": masters})
+        return ours
 
     def clip_grad_norm_(self, max_norm):
         """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
@@ -513,17 +519,6 @@ def units_of(model, blocks):
 
 def trained(module, recurse=True):
     return [p for p in module.parameters(recurse) if p.requires_grad]
-
-
-def groups_of_masters(units, groups=None):
-    """See ZeRO1.parameter_groups."""
-    master_of = {part.parameter: part.master for unit in units for part in unit.parts}
-    groups = groups or [{"params": list(master_of)}]
-    ours = []
-    for group in groups:
-        masters = [master_of[p] for p in group["params"] if p in master_of]  # with a part here
-        ours.append({**group, "params": masters})
-    return ours
 
 
 def full_state_dict(model, zero):
