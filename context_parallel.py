@@ -135,16 +135,16 @@ def idea_step(model, optimizer, x, y, valid, clip):
 
 # What it adds to the idea, and what that buys:
 #     1  blocks of keys: no mask and no scores of T/cp x T
-#     2  equal work: half of the scores, as many on every rank
-#     3  others' keys and values are not kept, but sent again in backward: all at once (AllGather),
+#     2  kernels: no scores in memory at all (on GPUs in bf16 and fp16 alone, and without documents)
+#     3  equal work: half of the scores, as many on every rank
+#     4  others' keys and values are not kept, but sent again in backward: all at once (AllGather),
 #        or one rank's at a time, while scores are computed (Ring, Zigzag)
-#     4  kernels: no scores in memory at all (on GPUs in bf16 and fp16 alone, and without documents)
 #     5  Ulysses, another way: fewer bytes here, but cp has to divide k's heads
 #     6  one all-reduce for the gradients of all 68 parameters
 # A step of the toy, --seq 2048 --batch 1 on 4 ranks, of the idea and with all of this:
 #                          calls   MB sent   MB at the peak
 #         the idea           84      19.1      56.9
-#         AllGather          13      25.4      35.1
+#         AllGather          13      25.4      34.3
 #         Zigzag             37      25.4      32.9
 #         Ulysses            33      12.8      33.6
 # Llama 3 took AllGather: where all keys are at hand any mask is easy, such as that of documents.
@@ -217,7 +217,40 @@ def scores_of(q, k, causal, is_same):
     return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
 
 
-# 2. Equal work: the rank with the last chunk would see all keys, the first rank hardly any.
+# 2. The same by kernels, which scaled_dot_product_attention hides: they make no scores in memory.
+
+
+def has_kernel(q, is_same):
+    # flash attention of GPUs wants 16 bits, and D of 8, 16, .., 256
+    on_gpu = q.is_cuda and q.dtype.itemsize == 2 and q.shape[-1] in range(8, 257, 8)
+    return is_same is None and q.stride(-1) == 1 and (q.is_cpu or on_gpu)
+
+
+def fast_attend_block(q, k, v, causal, is_same):
+    if not has_kernel(q, is_same):
+        return attend_block(q, k, v, causal, is_same)
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu
+    if q.is_cuda:
+        kernel = aten._scaled_dot_product_flash_attention
+    out, lse, *_ = kernel(q, k, v, is_causal=causal)
+    return out, lse
+
+
+def fast_attend_block_backward(dout, q, out, lse, k, v, causal, is_same):
+    if not has_kernel(q, is_same):
+        return attend_block_backward(dout, q, out, lse, k, v, causal, is_same)
+    if not q.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, dropout_p=0.0, is_causal=causal)
+    unused = q.new_empty(0, dtype=torch.int64)  # seed and offset of dropout: there is none
+    return aten._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse,
+        # cum_seq is for sequences of several lengths
+        cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2],
+        dropout_p=0.0, is_causal=causal, philox_seed=unused, philox_offset=unused)
+
+
+# 3. Equal work: the rank with the last chunk would see all keys, the first rank hardly any.
 
 
 class ContextParallel:
@@ -257,44 +290,41 @@ class ContextParallel:
                     yield i, j, theirs == mine, is_same
 
 
-# 3. One rank's keys after the other. They come by the idea's collectives, or around a ring.
+# 4. One rank's keys after the other. They come by the idea's collectives, or around a ring.
 
 
 class Blockwise(ContextParallel):
     """What AllGather and Ring share. They add how keys and values come, and gradients go:
 
     bring(own_kv) yields (a rank, its K and V) for one rank after the other
-    bring_back(own_kv, summands) -> own_dkv, the sum over all ranks. summands yields (a rank, what
-        this rank's queries give to its dK and dV), in the order of bring
+    bring_in_backward(own_kv, own_dkv) yields (a rank, its K and V, zeros): to the zeros the caller
+        adds what its queries give to dK and dV. own_dkv, zeros at first, ends as all ranks' sum
     """
 
     def attend(self, q, k, v, documents=None):
         """As the idea's. Every rank calls it, with equal shapes."""
-        # the kernel of a CPU would read beyond k
-        assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads of q for {k.shape[1]} of k"
-        assert q.shape[2] % self.chunks_each == 0, f"{q.shape[2]} tokens: take positions(T)"
         q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
+        # (B, H, T/cp, D) -> (chunks, B, H, size, D): q[i] is the i-th chunk
+        q, k, v = [x.unflatten(2, (self.chunks_each, -1)).movedim(2, 0) for x in (q, k, v)]
+        kv = torch.stack([k, v], 1)  # k, v = kv[j]
         with torch.autocast(q.device.type, enabled=False):  # it would make bf16 of fp32 scores
-            by_chunk = (self.chunks_each, -1)
-            kv = torch.stack([k, v]).contiguous()  # stack keeps channels_last, as einsum makes it
-            q, kv = [x.unflatten(-2, by_chunk) for x in (q, kv)]
-            return BlockwiseAttention.apply(q, kv, documents, self).flatten(2, 3)
+            out = BlockwiseAttention.apply(q, kv, documents, self)
+        return out.movedim(0, 2).flatten(2, 3)  # (B, H, T/cp, D)
 
 
 class BlockwiseAttention(torch.autograd.Function):
     """This rank's queries attend to the keys of one rank after the other. ranks, a Blockwise,
     brings keys, and sends their gradients home."""
 
-    # q (B, H, chunks, size, D), own_kv (2, B, K, chunks, size, D): of one rank
+    # q (chunks, B, H, size, D), own_kv (chunks, 2, B, K, size, D): of this rank
     @staticmethod
     def forward(ctx, q, own_kv, documents, ranks):
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full(q.shape[:-1], -math.inf)
         for source, kv in ranks.bring(own_kv):
-            for i, j, *seen in ranks.pairs(source, documents):
-                k, v = kv[:, :, :, j]
-                block = fast_attend_block(q[:, :, i], k, v, *seen)  # see step 4
-                merge(out[:, :, i], lse[:, :, i], *block)
+            for i, j, causal, is_same in ranks.pairs(source, documents):
+                block = fast_attend_block(q[i], *kv[j], causal, is_same)
+                merge(out[i], lse[i], *block)
         out = out.to(q.dtype)
         ctx.ranks = ranks
         ctx.save_for_backward(q, out, lse, own_kv, documents)
@@ -305,22 +335,15 @@ class BlockwiseAttention(torch.autograd.Function):
     def backward(ctx, dout):
         q, out, lse, own_kv, documents = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=lse.dtype)  # fp32 or better
-
-        def summands():  # lazily: the next one is made while the last one travels
-            for source, kv in ctx.ranks.bring(own_kv):
-                dkv = torch.zeros_like(kv, dtype=lse.dtype)
-                for i, j, *seen in ctx.ranks.pairs(source, documents):
-                    of_queries = [x[:, :, i] for x in (dout, q, out, lse)]
-                    k, v = kv[:, :, :, j]
-                    block = fast_attend_block_backward(*of_queries, k, v, *seen)
-                    block_dq, block_dk, block_dv = block
-                    dq[:, :, i] += block_dq
-                    dkv[0, :, :, j] += block_dk
-                    dkv[1, :, :, j] += block_dv
-                yield source, dkv
-
+        own_dkv = torch.zeros_like(own_kv, dtype=lse.dtype)
         with torch.autocast(q.device.type, enabled=False):  # as in forward
-            own_dkv = ctx.ranks.bring_back(own_kv, summands())
+            for source, kv, dkv in ctx.ranks.bring_in_backward(own_kv, own_dkv):
+                for i, j, causal, is_same in ctx.ranks.pairs(source, documents):
+                    block_dq, block_dk, block_dv = fast_attend_block_backward(
+                        dout[i], q[i], out[i], lse[i], *kv[j], causal, is_same)
+                    dq[i] += block_dq
+                    dkv[j, 0] += block_dk
+                    dkv[j, 1] += block_dv
         return dq.to(dout.dtype), own_dkv.to(dout.dtype), None, None
 
 
@@ -335,20 +358,18 @@ class AllGather(Blockwise):
         all_gather(all_kv.view(-1), own_kv.view(-1), group=self.group, async_op=True).wait()
         return enumerate(all_kv)
 
-    def bring_back(self, own_kv, summands):
-        wide = torch.promote_types(own_kv.dtype, torch.float32)
-        all_dkv = own_kv.new_empty(self.cp, *own_kv.shape, dtype=wide)
-        for source, dkv in summands:
-            all_dkv[source] = dkv
-        own_dkv = torch.empty_like(all_dkv[0])
+    def bring_in_backward(self, own_kv, own_dkv):
+        all_kv = self.bring(own_kv)
+        all_dkv = own_dkv.new_zeros(self.cp, *own_dkv.shape)
+        for source, kv in all_kv:
+            yield source, kv, all_dkv[source]
         reduce_scatter(own_dkv.view(-1), all_dkv.view(-1), group=self.group)  # partial -> sharded
-        return own_dkv
 
 
 def pass_on(tensor, group):
     """Begins to send a tensor to the next rank of the ring.
 
-    -> a function that waits until it is sent, and returns what has come from the rank before
+    -> a function that waits for both, and returns what has come from the rank before
     """
     device = tensor.device
     if dist.get_backend(group) == "gloo":
@@ -360,12 +381,12 @@ def pass_on(tensor, group):
         dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % cp),
         dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % cp)])
 
-    def wait(sent=tensor):  # so it lives until then
+    def receive(sent=tensor):  # so it lives until then
         for work in works:
             work.wait()
         return received.to(device)
 
-    return wait
+    return receive
 
 
 class Ring(Blockwise):
@@ -380,60 +401,28 @@ class Ring(Blockwise):
     def bring(self, kv):
         # this rank's own, then those of the rank before it, ..
         for hop in range(self.cp - 1):
-            wait = pass_on(kv, self.group)  # under way while the caller computes with kv
+            receive = pass_on(kv, self.group)  # under way while the caller computes with kv
             yield (self.cp_rank - hop) % self.cp, kv
-            kv = wait()
+            kv = receive()
         yield (self.cp_rank + 1) % self.cp, kv  # the last one is passed on to nobody
 
-    def bring_back(self, own_kv, summands):
-        _, own_dkv = next(summands)  # hop 0
-        wait = None  # for a sum that comes here, while this rank's summand is made
-        for _, dkv in summands:
-            if wait:
-                dkv += wait()  # of the ranks that had these K and V before
-            wait = pass_on(dkv, self.group)  # to the rank that has them at the next hop; also a 0
-        if wait:
-            own_dkv += wait()  # partial -> sharded
-        return own_dkv
+    def bring_in_backward(self, own_kv, own_dkv):
+        receive = None
+        for hop, (source, kv) in enumerate(self.bring(own_kv)):
+            dkv = torch.zeros_like(own_dkv) if hop > 0 else own_dkv
+            yield source, kv, dkv
+            if hop > 1:
+                dkv += receive()  # the sum of the ranks that had these K and V before
+            if hop > 0:
+                receive = pass_on(dkv, self.group)  # to who has them at the next hop; also a 0
+        if self.cp > 1:
+            own_dkv += receive()  # partial -> sharded
 
 
 class Zigzag(Ring):
     """The ring with equal work for all."""
 
     chunks_each = 2
-
-
-# 4. Step 1 by kernels, which scaled_dot_product_attention hides: they make no scores in memory.
-
-
-def has_kernel(q, is_same):
-    # flash attention of GPUs wants 16 bits, and D of 8, 16, .., 256
-    on_gpu = q.is_cuda and q.dtype.itemsize == 2 and q.shape[-1] in range(8, 257, 8)
-    return is_same is None and q.stride(-1) == 1 and (q.is_cpu or on_gpu)
-
-
-def fast_attend_block(q, k, v, causal, is_same):
-    if not has_kernel(q, is_same):
-        return attend_block(q, k, v, causal, is_same)
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu
-    if q.is_cuda:
-        kernel = aten._scaled_dot_product_flash_attention
-    out, lse, *_ = kernel(q, k, v, is_causal=causal)
-    return out, lse
-
-
-def fast_attend_block_backward(dout, q, out, lse, k, v, causal, is_same):
-    if not has_kernel(q, is_same):
-        return attend_block_backward(dout, q, out, lse, k, v, causal, is_same)
-    if not q.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, dropout_p=0.0, is_causal=causal)
-    unused = q.new_empty(0, dtype=torch.int64)  # seed and offset of dropout: there is none
-    return aten._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(),  # this kernel takes no slice of an lse
-        # cum_seq is for sequences of several lengths
-        cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2],
-        dropout_p=0.0, is_causal=causal, philox_seed=unused, philox_offset=unused)
 
 
 # 5. All tokens of some heads instead of all heads of some tokens.

@@ -192,8 +192,6 @@ def check_parts_one_and_two():
         ("Ring", 3, 3), ("Zigzag", 6, 2), ("AllGather", 3, 1), ("Ulysses", 6, 2), ("idea", 6, 2)])
     copy = copied("context_parallel")
     q = torch.ones(1, 2, 4, 8, dtype=torch.float32)
-    with pytest.raises(AssertionError, match="3 heads of q for 2 of k"):
-        copy.Zigzag().attend(torch.ones(1, 3, 4, 8), q, q)
     with torch.autocast("cpu", torch.bfloat16):  # RoPE has made q and k fp32
         for kind in copy.Zigzag, copy.Ulysses:
             assert kind().attend(q, q, q.bfloat16()).dtype == torch.bfloat16
@@ -310,10 +308,10 @@ IN_A_COPY = [
     ("Zigzag", "if theirs <= mine:", "if True:"),
     ("Zigzag", "i, j, theirs == mine", "i, j, i == j"),
     ("Zigzag", "i, j, theirs == mine", "i, j, False"),
-    ("Ring", "dkv[1, :, :, j] += block_dv", "pass"),
-    ("Ring", "own_dkv += wait()", "wait()"),
+    ("Ring", "dkv[j, 1] += block_dv", "pass"),
+    ("Ring", "own_dkv += receive()", "receive()"),
     ("AllGather", "reduce_scatter(own_dkv.view(-1), all_dkv.view(-1), group=self.group)",
-     "own_dkv = all_dkv[self.cp_rank]"),
+     "own_dkv.copy_(all_dkv[self.cp_rank])"),
     ("Ulysses", "ctx.way_back = (new_dim, old_dim, group)",
      "ctx.way_back = (old_dim, new_dim, group)"),
     ("Ulysses", "mask = is_same.tril()", "mask = is_same"),
