@@ -48,7 +48,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import get_device_states, set_device_states
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -257,11 +257,10 @@ class Rerun:
     def __init__(self, forward, inputs, keywords):
         self.forward = forward
         self.inputs = tree_map(keeper(), (inputs, keywords))  # also those within tuples, ..
-        devices = [x.device.type for x in tree_leaves((inputs, keywords)) if torch.is_tensor(x)]
-        device = next((device for device in devices if device != "cpu"), "cpu")
-        self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.cpu_state = torch.get_rng_state()
         self.gpus, self.gpu_states = get_device_states(inputs, keywords)
+        device = "cuda" if self.gpus else "cpu"
+        self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.slots = []  # those to be filled, in the order of forward
 
     def pack(self, tensor):

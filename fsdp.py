@@ -147,13 +147,11 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #     from_meta()                       no rank has to make the whole model
 
 
-# This rank's part of a parameter p: p.flatten()[first:first + len(value)].
-# value    these numbers, in its unit's shard
-# here     where they are in shard, and their gradients in a Sum's sum
-# master   the nn.Parameter that the optimizer steps: it shares value's memory
-Part = namedtuple("Part", "parameter first value here master")
-# A sum of a unit's gradients, (chunk,), that is under way. buffer: of what, which lives until then
-Sum = namedtuple("Sum", "unit sum work buffer")
+# What this rank has of a parameter p.
+# run      where it is in p.flatten()
+# here     where it is in its unit's shard, and its gradients in a sum
+# master   the nn.Parameter that the optimizer steps: it shares shard's memory
+Part = namedtuple("Part", "parameter run here master")
 
 
 class Unit:
@@ -164,7 +162,7 @@ class Unit:
                   chunk 0 | chunk 1 | ..    equal chunks of both; a parameter may be in several
 
         shard     this rank's chunk of the parameters, (chunk,), in fp32 or wider: it stays
-        sum       its chunk of all ranks' gradients, see Sum
+        own       its chunk of the sum of all ranks' buffers
 
     Between uses full has no memory, and parameters are empty. What autograd has saved for backward
     are views of full: they lose and regain memory with it.
@@ -206,9 +204,9 @@ class Unit:
             low = max(span.start, self.mine.start)
             high = min(span.stop, self.mine.stop)
             if low < high:  # the numbers of p from low to high in full are in this rank's chunk
-                here = slice(low - self.mine.start, high - self.mine.start)  # in shard and sum
-                value = self.shard[here]
-                self.parts.append(Part(p, low - span.start, value, here, nn.Parameter(value)))
+                run = slice(low - span.start, high - span.start)
+                here = slice(low - self.mine.start, high - self.mine.start)
+                self.parts.append(Part(p, run, here, nn.Parameter(self.shard[here])))
 
     def take(self, whole_of):
         """Fills shard with this rank's parts of the parameters. whole_of(p) -> all of p."""
@@ -216,7 +214,7 @@ class Unit:
             whole = whole_of(part.parameter).detach()
             shape = self.shapes[part.parameter]
             assert whole.shape == shape, f"{whole.shape} for a parameter of {shape}"
-            part.value.copy_(whole.flatten()[part.first:part.first + len(part.value)])
+            part.master.data.copy_(whole.flatten()[part.run])
 
     # -- parameters
 
@@ -266,7 +264,7 @@ class Unit:
                 p.grad = None
         own = buffer.new_empty(self.chunk)
         work = reduce_scatter(own, buffer, group=self.group, async_op=True)  # partial -> sharded
-        return Sum(self, own, work, buffer)
+        return own, work, buffer  # which lives until the work is done
 
     def add(self, gradient):
         """Adds a backward's sum, (chunk,), to the masters' gradients."""
@@ -319,8 +317,8 @@ class FSDP(nn.Module):
         self.units = self.block_units + self.root_units
         self.parts = [part for unit in self.units for part in unit.parts]
         self.masters = nn.ParameterList(part.master for part in self.parts)
-        self.summing = None  # the Sum over the group that is under way
-        self.adding = []  # Sums over replicas that are: they end with backward
+        self.summing = None  # (unit, own, work, buffer): the sum over the group that is under way
+        self.adding = []  # [(unit, own, work)]: sums over replicas, which end with backward
         self.in_backward = False
         self.add_hooks(sharded)
 
@@ -399,7 +397,7 @@ class FSDP(nn.Module):
         # no gradients yet if an earlier forward of the same loss is still to come
         if any(p.grad is not None for p in unit.shapes):
             self.end_sum()
-            self.summing = unit.start_sum()
+            self.summing = unit, *unit.start_sum()
 
     def end_sum(self):
         if self.summing:
@@ -410,14 +408,14 @@ class FSDP(nn.Module):
                 unit.add(own)
             else:  # partial -> replicated, of 1/N of the numbers
                 work = dist.all_reduce(own, group=unit.replicas, async_op=True)
-                self.adding.append(Sum(unit, own, work, buffer=None))
+                self.adding.append((unit, own, work))
 
     def end_backward(self):
         self.free()
         for unit in self.units:  # the root, the first block, and what autocast's casts give late
             self.sum_next(unit)
         self.end_sum()
-        for unit, own, work, _ in self.adding:
+        for unit, own, work in self.adding:
             work.wait()
             unit.add(own)
         self.adding = []

@@ -145,7 +145,7 @@ PLANTED = [
      "work = reduce_scatter(own, buffer, group=self.group, async_op=True)",
      "own.copy_(buffer[self.mine]); work = dist.barrier(async_op=True)"),
     (check_copy, "tied", "part.master.grad += new", "part.master.grad = new"),
-    (check_copy, "tied", "part.value.copy_(whole.flatten()", "(whole.flatten()"),
+    (check_copy, "tied", "part.master.data.copy_(whole.flatten()", "(whole.flatten()"),
     (check_copy, "tied", "dist.all_reduce(square, group=self.group)", "pass"),
     (check_copy, "tied", "dist.broadcast(tensor.data, group=group, group_src=0)", "pass"),
     (check_copy, "copies", "dist.all_reduce(own, group=unit.replicas, async_op=True)",
