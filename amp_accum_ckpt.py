@@ -48,8 +48,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
@@ -257,10 +256,12 @@ class Rerun:
     def __init__(self, forward, inputs, keywords):
         self.forward = forward
         self.inputs = tree_map(keeper(), (inputs, keywords))  # also those within tuples, ..
-        self.cpu_state = torch.get_rng_state()
-        self.gpus, self.gpu_states = get_device_states(inputs, keywords)
-        device = "cuda" if self.gpus else "cpu"
+        devices = [x.device.type for x in tree_leaves((inputs, keywords)) if torch.is_tensor(x)]
+        device = next((device for device in devices if device != "cpu"), "cpu")
         self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
+        self.cpu_state = torch.get_rng_state()
+        self.gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        self.gpu_states = [torch.cuda.get_rng_state(gpu) for gpu in self.gpus]
         self.slots = []  # those to be filled, in the order of forward
 
     def pack(self, tensor):
@@ -282,7 +283,8 @@ class Rerun:
         # in backward gradients are off, but only with gradients on autograd saves tensors
         with suppress(Enough), torch.enable_grad(), self.autocast, rng, filling:
             torch.set_rng_state(self.cpu_state)
-            set_device_states(self.gpus, self.gpu_states)
+            for gpu, state in zip(self.gpus, self.gpu_states):
+                torch.cuda.set_rng_state(state, gpu)
             self.forward(*inputs, **keywords)
         assert not self.slots, "forward saved fewer tensors when it ran again"
 

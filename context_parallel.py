@@ -303,6 +303,8 @@ class Blockwise(ContextParallel):
 
     def attend(self, q, k, v, documents=None):
         """As the idea's. Every rank calls it, with equal shapes."""
+        # the kernel of a CPU would read beyond k
+        assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads of q for {k.shape[1]} of k"
         q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
         # (B, H, T/cp, D) -> (chunks, B, H, size, D): q[i] is the i-th chunk
         q, k, v = [x.unflatten(2, (self.chunks_each, -1)).movedim(2, 0) for x in (q, k, v)]

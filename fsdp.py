@@ -35,8 +35,8 @@ Not for: models cut by tensor_parallel.py, experts of moe.py (hybrid_3d.py has b
 whole matrices (see harness/whole.py); weights stepped between a forward and its backward; blocks
 called by yourself or twice in a forward, or that share parameters; ranks that use different blocks
 (two forwards before a backward: parameters); GradScaler; freezing, loading, setting .data later;
-reentrant checkpointing, autograd.grad, second derivatives, backwards that raise; models
-that return an object and train no block. Unused parameters get 0, unused blocks None.
+reentrant checkpointing, autograd.grad, second derivatives, backwards that raise; models that return
+an object that is no container and train no block. Unused ones get 0.
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
 from collections import namedtuple
@@ -319,6 +319,7 @@ class FSDP(nn.Module):
         self.masters = nn.ParameterList(part.master for part in self.parts)
         self.summing = None  # (unit, own, work, buffer): the sum over the group that is under way
         self.adding = []  # [(unit, own, work)]: sums over replicas, which end with backward
+        self.summed = set()  # units whose sums this backward has begun
         self.in_backward = False
         self.add_hooks(sharded)
 
@@ -389,15 +390,16 @@ class FSDP(nn.Module):
         if i + 1 < len(self.block_units):
             unit = self.block_units[i + 1]
             unit.free()
-            self.sum_next(unit)
+            # none yet if an earlier forward of the same loss is still to come
+            if any(p.grad is not None for p in unit.shapes):
+                self.sum_next(unit)
         self.enter(i)
 
     def sum_next(self, unit):
         """Ends the sum that is under way, if any, and begins this one: one at a time."""
-        # no gradients yet if an earlier forward of the same loss is still to come
-        if any(p.grad is not None for p in unit.shapes):
-            self.end_sum()
-            self.summing = unit, *unit.start_sum()
+        self.end_sum()
+        self.summing = unit, *unit.start_sum()
+        self.summed.add(unit)
 
     def end_sum(self):
         if self.summing:
@@ -412,13 +414,16 @@ class FSDP(nn.Module):
 
     def end_backward(self):
         self.free()
-        for unit in self.units:  # the root, the first block, and what autocast's casts give late
-            self.sum_next(unit)
+        for unit in self.units:
+            late = any(p.grad is not None for p in unit.shapes)  # of casts that autocast has kept
+            if late or unit not in self.summed:  # also what this rank has not used, but others have
+                self.sum_next(unit)
         self.end_sum()
         for unit, own, work in self.adding:
             work.wait()
             unit.add(own)
         self.adding = []
+        self.summed = set()
         self.in_backward = False
 
     # -- a step
@@ -440,7 +445,7 @@ class FSDP(nn.Module):
     def clip_grad_norm_(self, max_norm):
         """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
         unit = self.units[0]
-        own = nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+        own = nn.utils.get_total_norm([master.grad for master in self.masters])
         # own is on the CPU with home="cpu", and where a rank has no parts: of [] it is a 0 there
         square = own.to(unit.full.device, unit.shard.dtype).square()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
@@ -466,8 +471,7 @@ class FSDP(nn.Module):
         for unit in self.units:
             gradient = torch.zeros_like(unit.shard)
             for part in unit.parts:
-                if part.master.grad is not None:
-                    gradient[part.here] = part.master.grad
+                gradient[part.here] = part.master.grad
             found.update(unit.gathered(gradient))
         return {name: found[p] for name, p in self.module.named_parameters() if p in found}
 
@@ -482,6 +486,7 @@ class FSDP(nn.Module):
             unit.take(lambda p: state[names[p]])
         for t, name in names.items():
             if t.numel():  # not empty, as all is that units have: what is frozen, buffers
+                assert state[name].shape == t.shape, f"{name}: {state[name].shape}"
                 t.data.copy_(state[name])
 
     def refuse(self, *_, **__):

@@ -357,7 +357,8 @@ class CutModule(nn.Module):
 
     def __init__(self, plain, tp):
         super().__init__()
-        is_plain = type(plain) in (nn.Linear, nn.Embedding)
+        # else its weight is computed, as by spectral_norm
+        is_plain = type(plain) in (nn.Linear, nn.Embedding) and "weight" in plain._parameters
         assert is_plain and getattr(plain, "padding_idx", None) is None, (
             f"{plain}: only a plain Linear or Embedding can be cut.")
         self.tp = tp

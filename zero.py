@@ -297,7 +297,7 @@ class ZeRO1:
     # -- gradients: a unit's are summed while backward makes those of the unit before it
 
     def zero_grad(self):
-        assert self.now != "adding", "gradients are not summed: call reduce() after backward"
+        self.assert_summed()
         self.begin_micro_batch()  # what an evaluation has left in ZeRO3 goes
         for unit in self.units:
             unit.grad.zero_()
@@ -352,23 +352,30 @@ class ZeRO1:
         self.begin_micro_batch()
         self.now = "summed"
 
+    def assert_summed(self):
+        assert self.now != "adding", "gradients are not summed: call reduce() after backward"
+
     # -- a step
 
     def parameter_groups(self, groups=None):
         """groups: dicts, as an optimizer takes them, of parameters -> dicts with our masters."""
         master_of = {part.parameter: part.master for part in self.parts}
+        known = {p for unit in self.units for p in unit.shapes}
         groups = groups or [{"params": list(master_of)}]
         ours = []
         for group in groups:
-            masters = [master_of[p] for p in group["params"] if p in master_of]  # with a part here
+            params = list(group["params"])  # it may be a generator
+            assert all(p in known or not p.requires_grad for p in params), "p is in no unit"
+            masters = [master_of[p] for p in params if p in master_of]  # with a part here
             ours.append({**group, "params": masters})
         return ours
 
     def clip_grad_norm_(self, max_norm):
         """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
+        self.assert_summed()
         grads = [unit.grad for unit in self.units]
-        norms = torch._foreach_norm(grads, dtype=self.units[0].masters.dtype)
-        square = torch.stack(norms).square().sum()
+        wide = torch.promote_types(grads[0].dtype, torch.float32)
+        square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
         if max_norm:
@@ -384,7 +391,7 @@ class ZeRO1:
 
     def begin_step(self):
         """Lends the masters their gradients."""
-        assert self.now != "adding", "gradients are not summed: call reduce() after backward"
+        self.assert_summed()
         self.now = "stepping"
         for part in self.parts:
             if part.parameter.requires_grad:  # frozen since: an optimizer steps none without grad
@@ -543,6 +550,7 @@ def load_full_state_dict(model, zero, state):
         unit.shard.copy_(unit.masters)
     for t, name in names.items():
         if t.numel():  # not empty
+            assert state[name].shape == t.shape, f"{name}: {tuple(state[name].shape)}"
             t.data.copy_(state[name])
 
 

@@ -192,6 +192,8 @@ def check_parts_one_and_two():
         ("Ring", 3, 3), ("Zigzag", 6, 2), ("AllGather", 3, 1), ("Ulysses", 6, 2), ("idea", 6, 2)])
     copy = copied("context_parallel")
     q = torch.ones(1, 2, 4, 8, dtype=torch.float32)
+    with pytest.raises(AssertionError, match="3 heads of q for 2 of k"):
+        copy.Zigzag().attend(torch.ones(1, 3, 4, 8), q, q)
     with torch.autocast("cpu", torch.bfloat16):  # RoPE has made q and k fp32
         for kind in copy.Zigzag, copy.Ulysses:
             assert kind().attend(q, q, q.bfloat16()).dtype == torch.bfloat16

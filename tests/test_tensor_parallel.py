@@ -205,6 +205,8 @@ def check_in_turn():
 
 def check_refusals():
     tp = section.TensorParallel()
+    normed = Llama()
+    nn.utils.spectral_norm(normed.lm_head)  # its weight is computed
     padded = Llama()
     padded.embed_tokens.padding_idx = 0
     scaled = Llama()
@@ -215,6 +217,7 @@ def check_refusals():
                                      "*.0.*.q_proj": section.RowLinear}, Llama()),
         ("Scaled.*: only a plain", plan(2), scaled),
         ("padding_idx=0.*: only a plain", plan(2), padded),
+        ("out_features=29.*: only a plain", plan(2), normed),
         ("3 heads on 2 ranks", plan(3), Llama()),
         ("layers.0.mlp.drop_inside: ranks would draw", {}, Llama(dropout=0.1)),
         (r"embed_tokens shares \['weight'\]", {"lm_head": section.ColumnLinear}, Llama(tied=True)),

@@ -255,6 +255,7 @@ def check_misuse(stage):
     of_model = torch.optim.SGD(model.parameters(), 0.1)
     llama_loss(model, *ROWS).backward()
     refuses("call reduce", ours.step, optimizer)
+    refuses("call reduce", ours.clip_grad_norm_, 1.0)
     refuses("call reduce", ours.zero_grad)  # it would forget some of them alone
     refuses("call reduce", llama_loss(model, *ROWS).backward)
     ours.reduce()
@@ -271,9 +272,13 @@ def refuse_later(stage, model, ours, optimizer, of_model):
     refuses("not optimizer.step", optimizer.step)
     optimizer.zero_grad()
     refuses("call zero.zero_grad", llama_loss(model, *ROWS).backward)
+    refuses("in no unit", ours.parameter_groups, [{"params": [nn.Parameter(torch.ones(2))]}])
     [group] = ours.parameter_groups([{"params": iter([model.lm_head.weight])}])
     assert len(group["params"]) == 1
+    model.register_buffer("scale", torch.ones(2))
     whole = zero.full_state_dict(model, ours)
+    one = {**whole, "scale": torch.ones(1)}  # copy_ would spread it
+    refuses("scale", zero.load_full_state_dict, model, ours, one)
     whole["lm_head.weight"] = whole["lm_head.weight"][:1]
     refuses("lm_head.weight", zero.load_full_state_dict, model, ours, whole)
     refuses("'more'} are not in", zero.load_full_state_dict, model, ours, {**whole, "more": 0})
@@ -290,6 +295,11 @@ def refuse_later(stage, model, ours, optimizer, of_model):
         copy.deepcopy(model).load_state_dict(model.state_dict())  # an average of weights, say
         model.float().double()  # all is as before, but elsewhere
         refuses("before ZeRO", llama_loss(model, *ROWS).backward)
+    model = Llama(layers=1).float()
+    ours = ladder(zero)[stage](zero.units_of(model, model.layers), reduce_dtype=torch.float64)
+    llama_loss(model, *ROWS).backward()
+    ours.reduce()
+    assert ours.clip_grad_norm_(1.0).dtype == torch.float64
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).float())]
     refuses("one for each", zero.ZeRO1, [(mixed, [])])
 
