@@ -500,6 +500,8 @@ class FSDP(nn.Module):
 def begin_alike(module, group, replicas):
     """Gives all ranks what the first one has -> what Unit takes as `fill`."""
     for tensor in [*module.parameters(), *module.buffers()]:
+        has_memory = tensor.untyped_storage().nbytes() >= tensor.nbytes
+        assert has_memory or not tensor.requires_grad, "a module of from_meta: give fill"
         tensor.data = tensor.data.contiguous()  # a broadcast sends memory, whatever the strides
         dist.broadcast(tensor.data, group=group, group_src=0)  # the first rank's -> replicated
         if replicas is not None:
@@ -532,9 +534,8 @@ def from_meta(module, device, init):
 
     def replacement(name, t):
         if t.requires_grad:
-            # has no memory but for one number, and spoils the loss of who forgets fill
-            nan = torch.full((), float("nan"), dtype=t.dtype, device=device)
-            return nn.Parameter(nan.expand(t.shape))
+            number = torch.zeros((), dtype=t.dtype, device=device)
+            return nn.Parameter(number.expand(t.shape))  # without memory for more
         filled = torch.empty(t.shape, dtype=t.dtype, device=device)
         init(name, filled)
         return nn.Parameter(filled, False) if isinstance(t, nn.Parameter) else filled  # a buffer

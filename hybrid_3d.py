@@ -301,6 +301,7 @@ def table_of(stages, tp, ep, zero):
         fate = of_kind[kind]
         if len(numbers) > 1:
             assert numbers == [0, len(stages) - 1], f"{name} is in stages {numbers}"
+            assert "data" in fate, f"{name}: tied, but ranks of tp or ep differ in it"
             kind += ", tied"
             fate = {"tp": fate["tp"], "ends": fate["data"]}  # copies of both stages
         table[p] = Row(name, kind, fate)

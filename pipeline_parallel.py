@@ -565,9 +565,10 @@ class SplitPipeline(Pipeline):
         if (m, stage) in self.split:
             self.ws[m, stage] = []
             Split.later = self.ws[m, stage]  # each Split appends to it
-        made = super().backward(m, stage, grad)
-        Split.later = None
-        return made
+        try:
+            return super().backward(m, stage, grad)
+        finally:  # also if it raises, and somebody goes on
+            Split.later = None
 
 
 # ---- 2.6 schedules ----

@@ -201,9 +201,8 @@ class Unit:
     # -- full
 
     def gather(self, group):
-        """Begins to make full of all ranks' shards."""
+        """Begins to gather other ranks' chunks of full."""
         own = self.full[self.mine]
-        own.copy_(self.shard)  # which may be own itself, or on the CPU
         # sharded -> replicated, in place
         self.gathering = all_gather(self.full, own, group=group, async_op=True)
 
@@ -224,6 +223,7 @@ class Unit:
                 # By .data p gets full's memory, but not its version counter, by which autograd
                 # would take each gather for a change of p, and refuse to go backward.
                 p.data = place
+            self.full[self.mine].copy_(self.shard)  # which may be on the CPU
             self.gather(group)
 
     def free(self):

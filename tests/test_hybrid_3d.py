@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -585,6 +586,9 @@ def check_asserts():
         refuses(words, hybrid_3d.Hybrid, [model], mesh, tp, layers=[], head=model.lm_head)
     with pytest.raises(AssertionError, match="two stages have a weight"):
         hybrid_3d.table_of([nn.Linear(2, 2), nn.Linear(2, 2)], alone, alone, zero=0)
+    norm = nn.ModuleDict({"norm": nn.LayerNorm(2)})
+    two = SimpleNamespace(size=2, cuts_x=True, cuts={}, inside=set())
+    refuses("norm.weight: tied, but ranks of tp", hybrid_3d.table_of, [norm, norm], two, alone, 0)
     of_norms = hybrid_of(make(train="norm"), by_dp)
     norm = of_norms.stages[0].layers[0].input_norm
     refuses("masters would not know", norm.load_state_dict, norm.state_dict())

@@ -124,6 +124,14 @@ def check_ws_without_a_split_pipeline():
     mail = Mail(make_plans("zb-h1", 1, 2), (1,), torch.float64, "cpu")
     Pipeline({0: layer}, mail).step(torch.tensor([[2.0], [3.0]]), lambda y, m: y.sum())
     assert layer.weight.grad == 5 and layer.bias.grad == 2
+    split = SplitPipeline({0: nn.Linear(1, 1)}, mail)
+    x = torch.ones(1, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda grad: 1 / 0)
+    split.kept[0, 0] = x, torch.autograd.graph.get_gradient_edge(y)
+    with pytest.raises(ZeroDivisionError):  # in a B, and somebody goes on
+        split.backward(0, 0, None)
+    assert pipeline_parallel.Split.later is None
 
 
 def test_no_schedule_ever_blocks(monkeypatch):

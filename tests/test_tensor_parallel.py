@@ -229,6 +229,8 @@ def check_refusals():
     larger = Llama().state_dict()
     larger["lm_head.weight"] = torch.ones(32, 12)  # a padded vocabulary
     refuses("not 29 to cut", section.load_full_state_dict, model, tp, larger)
+    one = {**Llama().state_dict(), "norm.weight": torch.ones(1)}
+    refuses(r"norm.weight: \(1,\), not \(12,\)", section.load_full_state_dict, model, tp, one)
     code = idea("tensor_parallel")
     with pytest.raises(AssertionError, match="on 2 ranks"):  # else ids would be found twice
         code.cut_by_name(Llama(), {"embed_tokens": code.vocab_embedding}, tp.group)

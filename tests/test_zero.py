@@ -89,7 +89,7 @@ PLANTED = [
     (check_copy, "1", "self.arrived.add(p)", "self.arrived.update(unit.shapes)"),
     (check_copy, "1 each", "unit.buffer[:unit.mine.start].zero_()", "pass"),
     (check_copy, "1 each", "unit.buffer[unit.mine.stop:].zero_()", "unit.grad.div_(2)"),
-    (check_copy, "3", "own.copy_(self.shard)", "pass"),
+    (check_copy, "3", "self.full[self.mine].copy_(self.shard)", "pass"),
     (check_copy, "3", "self.gathering = all_gather(self.full, own, group=group, async_op=True)",
      "pass"),
     (check_copy, "1", "unit.gather(self.group)", "pass"),
